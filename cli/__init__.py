@@ -1,0 +1,1 @@
+"""The command line, installed as ``gradtrace_cli``: one file a command, each a thin click function."""

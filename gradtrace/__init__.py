@@ -1,0 +1,43 @@
+"""gradtrace: find where the first non-finite value of a PyTorch run was born.
+
+The public names are loaded on first use, so that importing the package costs nothing and reading a run needs
+no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from gradtrace.analysis.run import Run as Run
+    from gradtrace.analysis.run import open_run as open_run
+    from gradtrace.capture.tracer import Tracer as Tracer
+    from gradtrace.capture.tracer import trace as trace
+    from gradtrace.errors import GradtraceError as GradtraceError
+    from gradtrace.errors import GradtraceWarning as GradtraceWarning
+
+_HOME = {
+    "Run": "gradtrace.analysis.run",
+    "open_run": "gradtrace.analysis.run",
+    "Tracer": "gradtrace.capture.tracer",
+    "trace": "gradtrace.capture.tracer",
+    "GradtraceError": "gradtrace.errors",
+    "GradtraceWarning": "gradtrace.errors",
+}
+
+__all__ = ["__version__", *sorted(_HOME)]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -1,0 +1,6 @@
+"""``python -m gradtrace``: the same as the ``gradtrace`` command."""
+
+from gradtrace_cli.main import main
+
+if __name__ == "__main__":
+    main()

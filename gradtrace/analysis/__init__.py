@@ -1,0 +1,1 @@
+"""Questions to a recorded file. Uses duckdb, never torch."""

@@ -1,0 +1,1 @@
+"""The torch side: watches a training run. Never imports duckdb."""

@@ -1,0 +1,38 @@
+"""Every error and warning that gradtrace raises on purpose: one base class, one sentence each.
+
+A message is one line that says what is wrong and what to do; the command line prints it as it stands.
+"""
+
+from __future__ import annotations
+
+
+class GradtraceError(Exception):
+    """Base of all errors that gradtrace raises on purpose."""
+
+
+class RunNotFoundError(GradtraceError):
+    """There is no run at that path."""
+
+
+class NotARunError(GradtraceError):
+    """The file exists, but it is no recording that this gradtrace can read."""
+
+
+class RunExistsError(GradtraceError):
+    """A recording would overwrite an older one."""
+
+
+class QueryError(GradtraceError):
+    """A query was refused, by gradtrace or by DuckDB."""
+
+
+class NoMatchError(GradtraceError):
+    """A pattern, step, rank or incident was asked for that the run does not have."""
+
+
+class CaptureError(GradtraceError):
+    """The recording cannot be started as asked."""
+
+
+class GradtraceWarning(UserWarning):
+    """Category of every warning that gradtrace issues."""
