@@ -18,8 +18,19 @@ SKIPS_IN_A_ROW = 10
 SMALLEST_LOSS_SCALE = 1.0
 """A loss scale below this no longer helps: the gradients overflow on their own."""
 
+_FEWEST_EQUAL = 2
+"""So many equal finite elements make a mask; a single one is equal to itself and proves nothing."""
+
 _Counts = tuple[int, int, int]
 _Key = tuple[int, str | None, str, str]
+
+
+def looks_like_mask(row: Record) -> bool:
+    """Whether the record holds infinities of one sign beside finite elements that are all equal."""
+    if row.nan_count or bool(row.posinf_count) == bool(row.neginf_count):
+        return False
+    finite = (row.numel or 0) - row.nonfinite_count
+    return finite >= _FEWEST_EQUAL and row.min is not None and row.min == row.max
 
 
 @dataclass
@@ -58,7 +69,8 @@ class IncidentFinder:
         first = step
         if len(self._skips) >= SKIPS_IN_A_ROW and not reached:
             reached, first = ["skips"], self._skips[0]
-        self._note(first, step, reached)
+        if reached or not skipped:  # a skipped step is not finite throughout: it ends nothing
+            self._note(first, step, reached)
         return bool(reached)
 
     def _note(self, first: int, step: int, reached: list[str]) -> None:
@@ -92,7 +104,12 @@ class IncidentFinder:
         return is_root_output and record.phase != "recompute" and bool(record.nan_count)
 
     def _became_nonfinite(self, record: Record) -> bool:
-        """Whether a parameter or buffer holds more non-finite elements than it started with."""
+        """Whether a parameter or buffer holds more non-finite elements than it started with.
+
+        A mask that is registered in the middle of the run has no start to be compared with.
+        """
+        if record.tensor == "buffer" and record.neginf_count and looks_like_mask(record):
+            return False
         counts = (record.nan_count or 0, record.posinf_count or 0, record.neginf_count or 0)
         key = (record.rank, record.module, record.tensor, record.path)
         if record.phase == "input":

@@ -93,7 +93,6 @@ class RunInfo:
         module_keys = {f.name for f in dataclasses.fields(ModuleInfo)}
         kept = {key: value for key, value in values.items() if key in known}
         kept["modules"] = [
-            ModuleInfo(**{k: v for k, v in row.items() if k in module_keys})
-            for row in values.get("modules", [])
+            ModuleInfo(**{k: v for k, v in row.items() if k in module_keys}) for row in values.get("modules", [])
         ]
         return cls(**kept)

@@ -1,0 +1,62 @@
+# Needs Python 3.10 or newer and make; every target makes the environment that it uses.
+
+PYTHON ?= python3
+
+# The torch to install. pyproject.toml names only a lower bound: recording takes the torch that is there.
+TORCH ?= torch==2.13.0
+
+# torchvision has to match torch to the release. The last pair with small CPU wheels for aarch64 is older.
+ifeq ($(shell uname -m),aarch64)
+TORCH_INTEGRATIONS ?= torch==2.9.1 torchvision==0.24.1
+else
+TORCH_INTEGRATIONS ?= torch==2.14.1 torchvision==0.29.1
+endif
+
+# More words for pytest: make test PYTEST_ARGS="-k verdict"
+PYTEST_ARGS ?=
+
+DEMO_RUN := demo.parquet
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+
+.PHONY: demo test lint test-integrations clean
+
+demo: .venv/.installed
+	.venv/bin/gradtrace record --force -o $(DEMO_RUN) examples/char_transformer.py --steps 30
+	.venv/bin/gradtrace first-nan $(DEMO_RUN)
+
+test: lint
+	.venv-test/bin/python -m pytest tests --ignore=tests/integrations $(PYTEST_ARGS)
+
+lint: .venv-test/.installed
+	.venv-test/bin/ruff check .
+	.venv-test/bin/ruff format --check .
+	.venv-test/bin/mypy
+	.venv-test/bin/lint-imports
+
+test-integrations: .venv-integrations/.installed
+	.venv-integrations/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
+
+clean:
+	rm -rf .venv .venv-test .venv-integrations build dist *.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(DEMO_RUN) $(DEMO_RUN).parts
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamps are the environments' age: changed dependencies install again, nothing else does.
+# torch warns where there is no numpy. pip reads dependency groups from 25.1 on, and a new environment may come with an older one.
+.venv/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv
+	.venv/bin/python $(PIP_INSTALL) $(TORCH) numpy --editable .
+	touch $@
+
+.venv-test/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-test
+	.venv-test/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-test/bin/python $(PIP_INSTALL) $(TORCH) --editable . --group dev
+	touch $@
+
+.venv-integrations/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
+	.venv-integrations/bin/python $(PIP_INSTALL) $(TORCH_INTEGRATIONS) --editable . --group integrations
+	touch $@

@@ -1,0 +1,76 @@
+"""``gradtrace first-nan``: the verdict, as text or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from .step_range import read_step_range
+
+if TYPE_CHECKING:
+    from gradtrace.analysis.verdict_model import Verdict
+
+
+@click.command(
+    "first-nan",
+    epilog="""\b
+Examples:
+  $ gradtrace first-nan run.parquet
+  $ gradtrace first-nan --incident 2 --context 20 run.parquet
+  $ gradtrace first-nan --json --exit-code run.parquet""",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print the verdict as one JSON object.")
+@click.option("--exit-code", is_flag=True, help="Exit with 1 when something was found.")
+@click.option(
+    "--incident",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Take the Nth incident. [default: the one that never ended, else the first]",
+)
+@click.option("--steps", callback=read_step_range, metavar="A:B", help="Only steps A up to, not including, B.")
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only rank N.")
+@click.option(
+    "--context",
+    type=click.IntRange(min=0),
+    default=5,
+    show_default=True,
+    metavar="N",
+    help="Show N records that came before.",
+)
+@click.argument("run")
+def first_nan(
+    run: str,
+    as_json: bool,
+    exit_code: bool,
+    incident: int | None,
+    steps: tuple[int | None, int | None] | None,
+    rank: int | None,
+    context: int,
+) -> int:
+    """Name the first NaN or Inf that matters, what made it, and what led to it."""
+    from gradtrace.analysis.run import open_run
+    from gradtrace.analysis.verdict import first_nan as find
+
+    with open_run(run) as opened:
+        verdict = find(opened, incident=incident, steps=steps, rank=rank, context=context)
+    if as_json:
+        click.echo(json.dumps(verdict.to_dict(), allow_nan=False))
+    else:
+        _show(verdict)
+    return 1 if exit_code and verdict.found else 0
+
+
+def _show(verdict: Verdict) -> None:
+    from . import output
+    from .first_nan_text import Table, notes, report
+
+    for note in notes(verdict):
+        click.echo(f"note: {note}", err=True)
+    for block in report(verdict):
+        if isinstance(block, Table):
+            output.write(sys.stdout, "table", block.columns, block.rows)
+        else:
+            click.echo(block)

@@ -1,0 +1,169 @@
+"""The frame of the command line: the commands in their order, errors in one line, exit codes.
+
+A command is loaded when it is asked for (all of them for ``--help``), so command modules import nothing heavy
+at their head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+import gradtrace
+from gradtrace.errors import GradtraceError, NoMatchError, NotARunError, QueryError, RunNotFoundError
+
+from .record_plan import RecordPlan
+
+_SECTIONS = {
+    "Record": {"record": ".record:record"},
+    "Ask": {
+        "first-nan": ".first_nan:first_nan",
+        "summary": ".summary:summary",
+        "sql": ".sql:sql",
+    },
+}
+_COMMANDS = {name: place for section in _SECTIONS.values() for name, place in section.items()}
+
+EXIT_USAGE = 2
+EXIT_BAD_DATA = 3
+EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE killed
+_BAD_DATA = (RunNotFoundError, NotARunError, QueryError, NoMatchError)
+
+
+class _Commands(click.Group):
+    """A group that loads its commands late and lists them in the order in which one uses them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module, _, attribute = _COMMANDS[cmd_name].partition(":")
+        command: click.Command = getattr(importlib.import_module(module, __package__), attribute)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in _COMMANDS and not name.startswith("-"):
+            raise click.UsageError(f"no such command: {name}{_meant_command(name)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, _COMMANDS))
+        for title, names in _SECTIONS.items():
+            commands = [(name, self.get_command(ctx, name)) for name in names]
+            with formatter.section(title):
+                formatter.write_dl(
+                    [
+                        (name.ljust(width), command.get_short_help_str(limit=1000))  # wrapped, not cut
+                        for name, command in commands
+                        if command is not None
+                    ]
+                )
+
+
+@click.group(
+    cls=_Commands,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""\b
+Example:
+  $ gradtrace record train.py --lr 3e-4
+  $ gradtrace first-nan run.parquet
+  $ gradtrace sql run.parquet "select module, max(norm) from grads group by 1"
+
+\b
+Exit codes:
+  0 done    1 found something (only with --exit-code)    2 usage
+  3 bad file or query    130 interrupted
+  `record` exits as the script did.""",
+)
+@click.version_option(gradtrace.__version__, "-V", "--version", message="gradtrace %(version)s")
+def cli() -> None:
+    """Record what every module of a PyTorch training run computes, then ask the recording where the first
+    NaN or Inf was born.
+
+    RUN is a recording: a Parquet file, or the directory that a run of several ranks wrote.
+    """
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code; ``record`` ends as the script ends.
+
+    ``arguments`` are those after the program's name, by default the process's own.
+
+    Raises:
+        BaseException: under ``record``, what the script did not catch, for the interpreter to show.
+    """
+    try:
+        outcome = _ask_click(list(sys.argv[1:] if arguments is None else arguments))
+        sys.stdout.flush()
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains as it exits
+        return EXIT_BROKEN_PIPE
+    except (GradtraceError, click.ClickException, OSError) as error:
+        return _report(error)
+    if isinstance(outcome, RecordPlan):
+        from . import recording
+
+        # From here on the script is alone: neither click nor an except clause of ours stands below it.
+        recording.run(outcome)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _ask_click(arguments: list[str]) -> Any:
+    """Return what the command returns, or the exit code that it asked for.
+
+    Not ``cli.main()``: that has exit codes and last words of its own for Ctrl-C, EOFError and closed pipes.
+    """
+    try:
+        with cli.make_context("gradtrace", arguments) as context:
+            return cli.invoke(context)
+    except click.exceptions.Exit as exit_:
+        return exit_.exit_code
+
+
+def _report(error: Exception) -> int:
+    """Say in one line on stderr what was wrong; return the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return EXIT_USAGE
+    code = EXIT_BAD_DATA if isinstance(error, (*_BAD_DATA, OSError)) else EXIT_USAGE
+    click.echo(f"gradtrace: error: {_in_words(error)}", err=True)
+    return code
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}" if error.filename else str(error.strerror or error)
+    if not isinstance(error, click.ClickException):
+        return str(error)
+    words = " ".join(error.format_message().split()).rstrip(".")
+    if isinstance(error, click.NoSuchOption):
+        words = f"no such option: {error.option_name}{_meant(error.possibilities or [])}"
+    words = words[:1].lower() + words[1:]
+    if not isinstance(error, click.UsageError) or error.ctx is None:
+        return words
+    return f"{words}{' See' if words.endswith('?') else '; see'}: {error.ctx.command_path} --help"
+
+
+def _meant(candidates: Sequence[str]) -> str:
+    return f"; did you mean {' or '.join(candidates)}?" if candidates else ""
+
+
+def _meant_command(name: str) -> str:
+    import difflib
+
+    if os.path.exists(name) or name.endswith(".py"):
+        return _meant([f"{'record' if name.endswith('.py') else 'first-nan'} {name}"])
+    return _meant(difflib.get_close_matches(name, _COMMANDS, n=1))

@@ -1,0 +1,205 @@
+"""What the verdict asks of the file: SQL queries that fetch few rows, whatever the size of the trace."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+from gradtrace.analysis.verdict_model import Spread
+from gradtrace.trace.incident import SMALLEST_LOSS_SCALE
+from gradtrace.trace.schema import Record
+
+if TYPE_CHECKING:
+    from gradtrace.analysis.run import Run
+
+# A verdict needs no wall clock.
+_COLUMNS = ", ".join('NULL AS "time"' if name == "time" else f'"{name}"' for name in Record._fields)
+_BAD = "(nan_count > 0 OR posinf_count > 0 OR neginf_count > 0)"
+# DuckDB skips whole row groups for a comparison with one column, and for an OR of three it does not.
+_BAD_RECORDS = """
+CREATE VIEW IF NOT EXISTS bad_records AS
+SELECT * FROM records WHERE nan_count > 0
+UNION ALL
+SELECT * FROM records WHERE posinf_count > 0 AND nan_count = 0
+UNION ALL
+SELECT * FROM records WHERE neginf_count > 0 AND posinf_count = 0 AND nan_count = 0
+"""
+_STATE = "tensor IN ('param', 'buffer')"
+_KEY = "module IS NOT DISTINCT FROM ? AND tensor = ? AND path = ?"
+
+# Of each step and kind only the first record is needed, and the first with a NaN. A parameter that keeps the
+# non-finite elements with which it started is left out here: there may be thousands of them in every step.
+_THAT_MATTER = f"""
+WITH start AS (
+    SELECT rank, module, tensor, path, nan_count, posinf_count, neginf_count
+    FROM bad_records WHERE phase = 'input' AND {_STATE}
+),
+found AS (
+    SELECT * FROM bad_records
+    WHERE tensor IN ('loss', 'grad') OR {_STATE}
+    OR (tensor = 'output' AND nan_count > 0 AND phase <> 'recompute' AND list_contains(?, module))
+),
+changed AS (
+    SELECT found.*, start.rank IS NOT NULL OR found.tensor = 'buffer' AS one_by_one
+    FROM found LEFT JOIN start ON found.rank = start.rank AND found.tensor = start.tensor
+        AND found.module IS NOT DISTINCT FROM start.module AND found.path = start.path
+    WHERE found.phase = 'input' OR start.rank IS NULL OR found.nan_count <> start.nan_count
+        OR found.posinf_count <> start.posinf_count OR found.neginf_count <> start.neginf_count
+)
+SELECT {_COLUMNS} FROM changed
+QUALIFY row_number() OVER (
+    PARTITION BY rank, step, phase = 'input', tensor, nan_count > 0,
+    CASE WHEN one_by_one THEN module END, CASE WHEN one_by_one THEN path END ORDER BY seq
+) = 1
+UNION ALL
+SELECT {_COLUMNS} FROM records WHERE numel = 1 AND tensor = 'loss_scale' AND "max" < {SMALLEST_LOSS_SCALE}
+"""
+
+
+class Evidence:
+    """Asks one run. Rows come back as records, in order of ``seq`` unless said otherwise."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        run.execute(_BAD_RECORDS)
+
+    def steps(self) -> list[tuple[int, int]]:
+        """Return (rank, step) of all recorded steps, in order."""
+        return self._fetch("SELECT DISTINCT rank, step FROM records ORDER BY ALL")
+
+    def skipped_steps(self) -> set[tuple[int, int]]:
+        """Return (rank, step) of the steps whose optimizer step GradScaler skipped."""
+        query = "SELECT DISTINCT rank, step FROM records WHERE phase = 'event' AND tensor = 'skip'"
+        return set(self._fetch(query))
+
+    def that_matter(self, roots: Collection[str]) -> list[Record]:
+        """Return the records that the incident rules need."""
+        return self._records(_THAT_MATTER, [list(roots)])
+
+    def scene(self, last: Record) -> list[Record]:
+        """Return the passes of a step from the first with a non-finite value to the one of ``last``."""
+        query = f"""
+            SELECT {_COLUMNS} FROM records
+            WHERE rank = ? AND step = ? AND micro_step <= ? AND phase <> 'event' AND micro_step >= (
+                SELECT min(micro_step) FROM bad_records WHERE rank = ? AND step = ? AND seq <= ?
+                AND NOT (phase = 'input' AND {_STATE})
+            )
+            ORDER BY seq"""
+        where = [last.rank, last.step]
+        return self._records(query, [*where, last.micro_step, *where, last.seq])
+
+    def bad_state_before(self, rank: int, seq: int) -> list[Record]:
+        """Return the latest records before ``seq`` of the parameters and buffers non-finite then."""
+        query = f"""
+            WITH suspects AS (
+                SELECT DISTINCT module, tensor, path FROM bad_records
+                WHERE rank = ? AND seq < ? AND {_STATE}
+            ),
+            latest AS (
+                SELECT records.* FROM records SEMI JOIN suspects
+                ON records.module IS NOT DISTINCT FROM suspects.module AND records.tensor = suspects.tensor
+                AND records.path = suspects.path
+                WHERE rank = ? AND seq < ?
+                QUALIFY row_number() OVER (PARTITION BY module, tensor, path ORDER BY seq DESC) = 1
+            )
+            SELECT {_COLUMNS} FROM latest WHERE {_BAD} ORDER BY seq"""
+        return self._records(query, [rank, seq, rank, seq])
+
+    def start_of(self, state: Record) -> Record:
+        """Return the record with which a parameter or buffer went non-finite for good before ``state``."""
+        key = [state.rank, state.seq, state.module, state.tensor, state.path]
+        query = f"""
+            SELECT {_COLUMNS} FROM records WHERE rank = ? AND seq <= ? AND {_KEY} AND {_BAD} AND seq > (
+                SELECT coalesce(max(seq), -1) FROM records
+                WHERE rank = ? AND seq <= ? AND {_KEY} AND NOT {_BAD}
+            ) ORDER BY seq LIMIT 1"""
+        return self._records(query, [*key, *key])[0]
+
+    def bad_in_healthy_steps(self, rank: int, before: int, unhealthy: Collection[int]) -> list[tuple[Record, int]]:
+        """Return the first record of each boundary that was non-finite in healthy steps, and in how many.
+
+        Boundaries whose records held different kinds (NaN, Inf, -Inf) come once for each mixture.
+        """
+        query = f"""
+            SELECT {_COLUMNS}, steps FROM (
+                SELECT *, count(DISTINCT step) OVER same AS steps,
+                    row_number() OVER (same ORDER BY seq) AS nth
+                FROM bad_records
+                WHERE rank = ? AND step < ? AND NOT list_contains(?, step)
+                AND tensor NOT IN ('lr', 'loss_scale')
+                WINDOW same AS (
+                    PARTITION BY module, tensor, path, nan_count > 0, posinf_count > 0, neginf_count > 0
+                )
+            ) WHERE nth = 1 ORDER BY seq"""
+        rows = self._fetch(query, [rank, before, list(unhealthy)])
+        return [(Record._make(row[:-1]), row[-1]) for row in rows]
+
+    def same_tensor_before(self, row: Record) -> Record | None:
+        """Return the latest earlier output or buffer that looks like the very same tensor."""
+        values = (row.shape, row.nan_count, row.posinf_count, row.neginf_count, row.min, row.max, row.norm)
+        query = f"""
+            SELECT {_COLUMNS} FROM bad_records
+            WHERE rank = ? AND seq < ? AND tensor IN ('output', 'buffer') AND dtype = ?
+            AND shape = ? AND nan_count = ? AND posinf_count = ? AND neginf_count = ?
+            AND "min" IS NOT DISTINCT FROM ? AND "max" IS NOT DISTINCT FROM ?
+            AND norm IS NOT DISTINCT FROM ?
+            ORDER BY seq DESC LIMIT 1"""
+        found = self._records(query, [row.rank, row.seq, row.dtype, *values])
+        return found[0] if found else None
+
+    def first_overflow(self, rank: int, step: int) -> Record | None:
+        """Return a step's first non-finite gradient or loss; without one its loss scale."""
+        query = f"""
+            SELECT {_COLUMNS} FROM records WHERE rank = ? AND step = ?
+            AND ((tensor IN ('grad', 'loss') AND {_BAD}) OR tensor = 'loss_scale')
+            ORDER BY tensor = 'loss_scale', seq LIMIT 1"""
+        found = self._records(query, [rank, step])
+        return found[0] if found else None
+
+    def context(self, row: Record, count: int) -> list[Record]:
+        """Return the ``count`` records before ``row``, oldest first."""
+        query = f"""
+            SELECT {_COLUMNS} FROM records
+            WHERE rank = ? AND seq < ? AND step BETWEEN ? AND ? AND phase <> 'event'
+            ORDER BY seq DESC LIMIT ?"""
+        return self._records(query, [row.rank, row.seq, row.step - 1, row.step, count])[::-1]
+
+    def history(self, row: Record, steps: Sequence[int]) -> list[Record]:
+        """Return the same boundary in each of ``steps``, oldest first: the same call's, else the last."""
+        if not steps:
+            return []
+        query = f"""
+            SELECT {_COLUMNS} FROM records
+            WHERE rank = ? AND step BETWEEN ? AND ? AND {_KEY} AND phase = ?
+            QUALIFY row_number() OVER (
+                PARTITION BY step ORDER BY call IS NOT DISTINCT FROM ? DESC, micro_step = ? DESC, seq DESC
+            ) = 1
+            ORDER BY seq"""
+        key = [row.module, row.tensor, row.path, row.phase, row.call, row.micro_step]
+        found = self._records(query, [row.rank, min(steps), max(steps), *key])
+        return [record for record in found if record.step in steps]
+
+    def spread(self, rank: int, step: int) -> Spread:
+        """Return how much of a step was non-finite."""
+        count = "count(DISTINCT (module, path)) FILTER (WHERE tensor = '{}' {})"
+        modules = "count(DISTINCT module) FILTER (WHERE tensor = 'output' {})"
+        query = f"""
+            SELECT {count.format("param", f"AND phase <> 'input' AND {_BAD}")},
+                {count.format("grad", f"AND {_BAD}")}, {modules.format(f"AND {_BAD}")},
+                {count.format("param", "")}, {count.format("grad", "")}, {modules.format("")}
+            FROM records WHERE rank = ? AND step = ?"""
+        return Spread(*self._fetch(query, [rank, step])[0])
+
+    def rest_of_step(self, row: Record, roots: Collection[str]) -> list[Record]:
+        """Return the step's losses, batches and root outputs after ``row``."""
+        query = f"""
+            SELECT {_COLUMNS} FROM records WHERE rank = ? AND step = ? AND seq > ?
+            AND (tensor = 'loss' OR phase = 'input' OR (tensor = 'output' AND list_contains(?, module)))
+            ORDER BY seq"""
+        return self._records(query, [row.rank, row.step, row.seq, list(roots)])
+
+    def _records(self, query: str, parameters: Sequence[Any] = ()) -> list[Record]:
+        return [Record._make(row) for row in self._fetch(query, parameters)]
+
+    def _fetch(self, query: str, parameters: Sequence[Any] = ()) -> list[Any]:
+        return self._run.execute(query, parameters).fetchall()

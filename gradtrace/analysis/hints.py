@@ -1,0 +1,75 @@
+"""What usually makes this kind of boundary fail, and the usual mend, while the operation is not known."""
+
+from __future__ import annotations
+
+from gradtrace.analysis.verdict_model import Cause, Finding, kind_of
+
+_BY_CAUSE = {
+    Cause.BATCH: "the data held it: check the samples of this batch and how they are scaled, or fill missing "
+    "values before they reach the model",
+    Cause.INITIAL: "it was there before the first step: initialise what torch.empty allocated, or check the "
+    "checkpoint that was loaded",
+    Cause.MOVED_IN: "no gradient of it was seen, so it was not the optimizer: look for code that copies or "
+    "averages weights (a checkpoint, an EMA)",
+    Cause.BUFFER: "a running statistic took it in: a variance over one element is nan, and one bad batch "
+    "stays in a moving average for good",
+    Cause.LOSS: "the loss code made it from finite outputs: log(0), 0/0 and the mean of an empty selection "
+    "are the usual ones; add an epsilon or guard the empty case",
+    Cause.GRADIENT: "what arrived at the module was finite, so the product over the batch overflowed: "
+    "lower the loss scale or the learning rate, or sum in float32",
+    Cause.CHANGED_GRADIENT: "it was finite when backward made it: look at unscaling, clipping and what other "
+    "ranks sent",
+    Cause.UPDATE: "the gradients were finite, so the update itself made it: an eps too small for the dtype "
+    "(1e-8 is 0 in float16), a division by a norm of 0, or too large a step",
+    Cause.LEARNING_RATE: "the learning rate was not finite when the optimizer used it: check the scheduler "
+    "for 0/0 (a phase of zero steps)",
+    Cause.LOSS_SCALE: "the loss scale fell because every step overflowed: the gradients overflow on their "
+    "own, or the loss is not finite",
+}
+
+_BETWEEN = {
+    Cause.BETWEEN: "it was made by code between two calls, not by a layer: look there for exp, log, "
+    "division, sqrt, or a sum that leaves the dtype's range",
+    Cause.BACKWARD_BETWEEN: "the forward was finite and the slope was not: sqrt, norm, pow and log at 0, 0/0 "
+    "that torch.where or a mask hides; clamp the input instead of masking the output",
+}
+
+_FORWARD_BY_TYPE = {
+    "MultiheadAttention": "a query that may attend to nothing (a fully masked row) makes softmax nan: keep "
+    "one key visible, or replace the row afterwards",
+    "Softmax": "a row that is -inf throughout makes softmax nan: keep one key, or fill with a large finite negative",
+    "LogSoftmax": "a row that is -inf throughout makes log_softmax nan: keep one finite entry",
+    "CTCLoss": "a target that needs more frames than there are costs inf: pass zero_infinity=True or drop it",
+    "CrossEntropyLoss": "a batch whose labels are all ignored has no mean: skip it, or sum and divide by max(count, 1)",
+    "BCELoss": "probabilities that reach 0 or 1 cost inf: use BCEWithLogitsLoss on the logits",
+    "BCEWithLogitsLoss": "an infinite logit times 0 is nan: leave masked entries out instead of filling -inf",
+    "LayerNorm": "an infinite input becomes nan here: look at what came in",
+    "BatchNorm1d": "statistics over one row are undefined in training: drop the last small batch",
+    "Linear": "a product left the dtype's range: look at the size of its input and weight in earlier steps",
+    "Conv2d": "a product left the dtype's range: look at the size of its input and weight in earlier steps",
+}
+
+_BY_KIND = {
+    ("forward", "NaN"): "finite inputs gave nan: 0/0, inf - inf, 0 * inf, log or sqrt of a negative number",
+    ("forward", "Infinity"): "finite inputs gave inf: exp of a large value, a division by 0, or a product "
+    "beyond the dtype's range",
+    ("forward", "-Infinity"): "finite inputs gave -inf: log(0), or a mask that writes -inf; a mask is right "
+    "before softmax and fatal before a loss",
+    ("backward", "NaN"): "a finite gradient came in and nan went out: sqrt, norm, pow or a division at 0 "
+    "(0 times an infinite slope), or torch.where around one; mend the input, not the output",
+    ("backward", "Infinity"): "a finite gradient came in and inf went out: an infinite slope at 0, or a "
+    "gradient that grew from layer to layer until it overflowed",
+    ("backward", "-Infinity"): "a finite gradient came in and -inf went out: an infinite slope at 0, or a "
+    "gradient that grew from layer to layer until it overflowed",
+}
+
+_HALF = "float16 ends at 65504: run this part in float32 or bfloat16, or scale its input down"
+
+
+def hints_for(finding: Finding, module_type: str | None) -> tuple[str, ...]:
+    """Return sentences on what usually makes such a value and the usual mend, the likeliest first."""
+    cause, row = finding.cause, finding.row
+    general = _BY_CAUSE.get(cause) or _BETWEEN.get(cause) or _BY_KIND[cause.phase, kind_of(row)]
+    special = _FORWARD_BY_TYPE.get(module_type or "") if cause is Cause.MODULE else None
+    overflowed = row.dtype == "float16" and kind_of(finding.seen) != "NaN"
+    return tuple(filter(None, (special or general, _HALF if overflowed else None)))

@@ -1,0 +1,121 @@
+"""The incidents of a recorded run: each rank's by the rules of ``trace/incident.py``, then put together."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gradtrace.analysis.evidence import Evidence
+from gradtrace.errors import NoMatchError
+from gradtrace.trace.incident import Incident, IncidentFinder
+from gradtrace.trace.schema import Record
+
+
+@dataclass
+class RunIncident:
+    """Incidents of several ranks that overlap in time; ``by_rank`` holds each rank's first."""
+
+    first_step: int
+    last_step: int
+    ended: bool
+    by_rank: dict[int, Incident] = field(default_factory=dict)
+
+    @property
+    def reached(self) -> list[str]:
+        """What went non-finite, in the order of the steps in which it did."""
+        ordered = sorted(self.by_rank.values(), key=lambda incident: incident.first_step)
+        return list(dict.fromkeys(what for incident in ordered for what in incident.reached))
+
+
+@dataclass
+class Timeline:
+    """All steps of a run, which of them were skipped, which are part of an incident, and what mattered."""
+
+    steps: dict[int, list[int]]
+    skipped: set[tuple[int, int]]
+    matters: dict[tuple[int, int], list[Record]]
+    incidents: list[RunIncident]
+    by_rank: dict[int, list[Incident]]
+
+    def unhealthy(self, rank: int) -> list[int]:
+        """Return the rank's steps that were skipped or lie in an incident."""
+        inside = {
+            step
+            for incident in self.by_rank.get(rank, [])
+            for step in self.steps[rank]
+            if incident.first_step <= step <= incident.last_step
+        }
+        return sorted(inside | {step for of, step in self.skipped if of == rank})
+
+    def since(self, rank: int, incident: Incident) -> dict[str, int]:
+        """Return the step in which the incident first reached each thing that it reached."""
+        first: dict[str, int] = {}
+        for step in self.steps[rank]:
+            if incident.first_step <= step <= incident.last_step:
+                for row in self.matters.get((rank, step), []):
+                    if row.tensor in incident.reached and row.phase != "input":
+                        first.setdefault(row.tensor, step)
+        return first
+
+    def previous_steps(self, rank: int, step: int, count: int) -> list[int]:
+        """Return the last ``count`` recorded steps before ``step``."""
+        return [earlier for earlier in self.steps[rank] if earlier < step][-count:] if count else []
+
+
+def read_timeline(
+    evidence: Evidence, roots: frozenset[str], counts: Callable[[int, int], bool] = lambda rank, step: True
+) -> Timeline:
+    """Find the incidents of a run among the steps of which ``counts(rank, step)`` is true."""
+    steps: dict[int, list[int]] = defaultdict(list)
+    for rank, step in evidence.steps():
+        steps[rank].append(step)
+    skipped = evidence.skipped_steps()
+    matters: dict[tuple[int, int], list[Record]] = defaultdict(list)
+    for row in evidence.that_matter(roots):
+        matters[row.rank, row.step].append(row)
+    for rows in matters.values():
+        rows.sort(key=lambda row: row.seq)
+    by_rank: dict[int, list[Incident]] = {}
+    for rank, of_rank in steps.items():
+        finder = IncidentFinder(roots)
+        for step in of_rank:
+            rows = matters.get((rank, step), [])
+            if counts(rank, step):
+                finder.add_step(step, rows, skipped=(rank, step) in skipped)
+            else:
+                finder.add_step(step, [row for row in rows if row.phase == "input"])
+        by_rank[rank] = finder.incidents
+    return Timeline(dict(steps), skipped, matters, _together(by_rank), by_rank)
+
+
+def _together(by_rank: dict[int, list[Incident]]) -> list[RunIncident]:
+    """Join incidents of different ranks whose steps overlap."""
+    all_of_them = [(incident, rank) for rank, incidents in by_rank.items() for incident in incidents]
+    joined: list[RunIncident] = []
+    for incident, rank in sorted(all_of_them, key=lambda pair: (pair[0].first_step, pair[1])):
+        last = joined[-1] if joined else None
+        end = -math.inf if last is None else last.last_step if last.ended else math.inf
+        if last is None or incident.first_step > end or (rank in last.by_rank and last.ended):
+            last = RunIncident(incident.first_step, incident.last_step, incident.ended)
+            joined.append(last)
+        last.last_step = max(last.last_step, incident.last_step)
+        last.ended = last.ended and incident.ended
+        last.by_rank.setdefault(rank, incident)
+    return joined
+
+
+def choose(incidents: list[RunIncident], number: int | None) -> RunIncident | None:
+    """Return incident ``number``, counted from 1; by default the one that never ended, else the first.
+
+    Raises:
+        NoMatchError: there is no incident of that number.
+    """
+    if number is None:
+        fatal = [incident for incident in incidents if not incident.ended]
+        return next(iter([*fatal, *incidents]), None)
+    if not 1 <= number <= len(incidents):
+        have = f"the incidents are 1 to {len(incidents)}" if incidents else "the run has no incident"
+        raise NoMatchError(f"there is no incident {number}: {have}")
+    return incidents[number - 1]

@@ -1,0 +1,230 @@
+"""What a run looks like, a line a module, a type of modules, or a step: norms over time, extremes, counts.
+
+SQL does the counting, so that ten million rows are a matter of a second; Python only puts lines together.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from gradtrace.analysis.run import Run
+
+POINTS = 16
+"""Most points of a series; each stands for an equal stretch of steps."""
+
+# The stretch a row belongs to: $first is the first step, $span the number of steps from there to the last.
+_STRETCH = "((step - $first) * $points // $span)::INTEGER"
+
+_STATISTICS = f"""
+SELECT
+    module,
+    tensor,
+    {_STRETCH} AS stretch,
+    count(*),
+    count(*) FILTER (WHERE nan_count > 0),
+    count(*) FILTER (WHERE posinf_count > 0 OR neginf_count > 0),
+    greatest(abs(min("min")), abs(max("max"))),
+    max(norm)
+FROM records
+WHERE module IS NOT NULL AND phase <> 'event'
+GROUP BY ALL
+"""
+
+# The gradient that counts is the last one of a step; a step of several passes has one for each.
+_GRAD_NORMS = f"""
+WITH lines AS (
+    SELECT unnest($modules::VARCHAR[]) AS module, unnest($lines::INTEGER[]) AS number
+),
+last_grads AS (
+    SELECT rank, step, module, path, arg_max(norm, seq) AS norm
+    FROM grads
+    GROUP BY ALL
+),
+of_steps AS (
+    SELECT number, rank, step, sqrt(sum(norm * norm)) AS norm
+    FROM last_grads JOIN lines USING (module)
+    GROUP BY ALL
+)
+SELECT number, {_STRETCH} AS stretch, max(norm), arg_max(norm, step)
+FROM of_steps
+GROUP BY ALL
+ORDER BY stretch
+"""
+
+_MODULES = """
+SELECT module, type, depth, parameters, calls
+FROM (
+    SELECT module, number, type, depth, parameters, calls FROM modules
+    UNION ALL
+    SELECT DISTINCT module, NULL, '', len(string_split(module, '.')), 0, 0
+    FROM records ANTI JOIN modules USING (module)
+    WHERE module IS NOT NULL
+)
+ORDER BY number NULLS LAST, module
+"""
+
+_STEPS = """
+WITH extremes AS (
+    SELECT
+        rank,
+        step,
+        max(greatest(abs("min"), abs("max"))) FILTER (WHERE tensor = 'output') AS max_output,
+        max(greatest(abs("min"), abs("max"))) FILTER (WHERE tensor = 'grad') AS max_grad,
+        max(greatest(abs("min"), abs("max"))) FILTER (WHERE tensor = 'param') AS max_param,
+        count(*) FILTER (WHERE posinf_count > 0 OR neginf_count > 0) AS inf
+    FROM records
+    WHERE phase <> 'event'
+    GROUP BY rank, step
+)
+SELECT
+    rank, step, records, loss, grad_norm, lr, max_output, max_grad, max_param, nan_records, inf, skipped
+FROM steps JOIN extremes USING (rank, step)
+ORDER BY step, rank
+"""
+
+
+@dataclass
+class ModuleLine:
+    """A module, with those that are folded into it, or all modules of a type.
+
+    ``parameters`` is a number of elements, ``calls`` of calls. The two series hold the largest norm of each
+    stretch of steps: None where nothing was recorded, NaN where something was not finite. ``grad_norm`` is
+    the norm of the last step that has finite gradients. ``max_output``, ``max_grad`` and ``max_param`` are the
+    largest finite magnitudes; ``nan`` and ``inf`` count records that hold such elements.
+    """
+
+    name: str
+    type: str
+    parameters: int = 0
+    calls: int = 0
+    records: int = 0
+    grad_norms: list[float | None] = field(default_factory=list)
+    grad_norm: float | None = None
+    output_norms: list[float | None] = field(default_factory=list)
+    max_output: float | None = None
+    max_grad: float | None = None
+    max_param: float | None = None
+    nan: int = 0
+    inf: int = 0
+
+
+@dataclass
+class StepLine:
+    """A step of one rank; the extremes are those of ``ModuleLine``."""
+
+    rank: int
+    step: int
+    records: int
+    loss: float | None
+    grad_norm: float | None
+    lr: float | None
+    max_output: float | None
+    max_grad: float | None
+    max_param: float | None
+    nan: int
+    inf: int
+    skipped: bool
+
+
+def by_module(run: Run, depth: int | None = None) -> list[ModuleLine]:
+    """Return a line for each module, in model order.
+
+    Modules more than ``depth`` levels below their root are folded into the one above them at that level.
+    """
+    modules = _modules(run)
+    levels = {name: level for name, _, level, _, _ in modules}
+    lines: dict[str, ModuleLine] = {}
+    keys = {}
+    for name, kind, _, parameters, calls in modules:
+        key = keys[name] = _folded(name, levels, depth)
+        line = lines.setdefault(key, ModuleLine(key, kind))
+        line.parameters += parameters
+        if key == name:
+            line.type, line.calls = kind, calls
+    return _measured(run, lines, keys)
+
+
+def by_type(run: Run) -> list[ModuleLine]:
+    """Return a line for each type of modules, in the order in which the model has them first."""
+    lines: dict[str, ModuleLine] = {}
+    keys = {}
+    for name, kind, _, parameters, calls in _modules(run):
+        keys[name] = kind
+        line = lines.setdefault(kind, ModuleLine(kind, kind))
+        line.parameters += parameters
+        line.calls += calls
+    return _measured(run, lines, keys)
+
+
+def by_step(run: Run) -> list[StepLine]:
+    """Return a line for each step, and rank within it."""
+    return [StepLine(*row) for row in run.execute(_STEPS).fetchall()]
+
+
+def _modules(run: Run) -> list[tuple[str, str, int, int, int]]:
+    """Return name, type, level, parameters and calls of each module, also of those only the records know."""
+    return run.execute(_MODULES).fetchall()
+
+
+def _folded(name: str, levels: dict[str, int], depth: int | None) -> str:
+    while depth is not None and name and levels.get(name, depth + 1) > depth:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _measured(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str]) -> list[ModuleLine]:
+    """Fill in what the records say; ``keys`` gives the line of each module."""
+    first, last = run.execute("SELECT min(step), max(step) FROM records").fetchall()[0]
+    if first is None:
+        return list(lines.values())
+    span = last - first + 1
+    stretches = {"first": first, "span": span, "points": min(POINTS, span)}
+    for line in lines.values():
+        line.grad_norms = [None] * stretches["points"]
+        line.output_norms = [None] * stretches["points"]
+    _add_grad_norms(run, lines, keys, stretches)
+    for module, *statistics in run.execute(_STATISTICS, stretches).fetchall():
+        _add_statistics(lines[keys[module]], *statistics)
+    return list(lines.values())
+
+
+def _add_grad_norms(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str], stretches: dict[str, int]) -> None:
+    numbers = {key: number for number, key in enumerate(lines)}
+    places = {"modules": list(keys), "lines": [numbers[key] for key in keys.values()]}
+    found = list(lines.values())
+    for number, stretch, largest, latest in run.execute(_GRAD_NORMS, places | stretches).fetchall():
+        found[number].grad_norms[stretch] = largest
+        if latest is not None:
+            found[number].grad_norm = latest
+
+
+def _add_statistics(
+    line: ModuleLine,
+    tensor: str,
+    stretch: int,
+    records: int,
+    nan: int,
+    inf: int,
+    extreme: float | None,
+    norm: float | None,
+) -> None:
+    line.records += records
+    line.nan += nan
+    line.inf += inf
+    if tensor == "output":
+        line.max_output = _larger(line.max_output, extreme)
+        line.output_norms[stretch] = math.nan if nan or inf else _larger(line.output_norms[stretch], norm)
+    elif tensor == "grad":
+        line.max_grad = _larger(line.max_grad, extreme)
+        if nan or inf:
+            line.grad_norms[stretch] = math.nan
+    elif tensor == "param":
+        line.max_param = _larger(line.max_param, extreme)
+
+
+def _larger(one: float | None, other: float | None) -> float | None:
+    """Return the larger one; NaN stays, None is no value."""
+    if one is None or other is None:
+        return other if one is None else one
+    return one if math.isnan(one) else max(one, other)

@@ -1,0 +1,283 @@
+"""What a verdict is: plain data, and the JSON object that scripts rely on. Knows no SQL and no rules."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+from gradtrace.trace.schema import Record
+
+VERDICT_SCHEMA_VERSION = 1
+
+_RECORD_KEYS = (
+    "step",
+    "micro_step",
+    "rank",
+    "seq",
+    "phase",
+    "module",
+    "call",
+    "tensor",
+    "path",
+    "dtype",
+    "shape",
+    "numel",
+    "nan_count",
+    "posinf_count",
+    "neginf_count",
+    "min",
+    "max",
+    "norm",
+)
+_BOUNDARY_KEYS = (
+    "step",
+    "micro_step",
+    "rank",
+    "seq",
+    "phase",
+    "module",
+    "module_type",
+    "call",
+    "tensor",
+    "path",
+    "kind",
+    "nan_count",
+    "posinf_count",
+    "neginf_count",
+    "numel",
+    "dtype",
+    "shape",
+)
+
+
+class Cause(Enum):
+    """What made the first non-finite value, as far as the records tell; the value is the verdict's phase."""
+
+    BATCH = ("input", "batch")
+    INITIAL = ("parameter", "initial")
+    MOVED_IN = ("parameter", "moved in")
+    MODULE = ("forward", "module")
+    BETWEEN = ("forward", "between")
+    BUFFER = ("forward", "buffer")
+    LOSS = ("loss", "loss")
+    BACKWARD = ("backward", "module")
+    BACKWARD_BETWEEN = ("backward", "between")
+    GRADIENT = ("backward", "gradient")
+    CHANGED_GRADIENT = ("optimizer", "gradient")
+    UPDATE = ("optimizer", "update")
+    LEARNING_RATE = ("optimizer", "learning rate")
+    LOSS_SCALE = ("optimizer", "loss scale")
+
+    @property
+    def phase(self) -> str:
+        """The verdict's ``phase``."""
+        return self.value[0]
+
+
+class Fate(str, Enum):
+    """What became of a non-finite value at one boundary."""
+
+    MADE = "made"
+    PASSED_ON = "passed on"
+    CONTAINED = "contained"
+    TOLERATED = "tolerated"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The answer that the rules give: ``row`` is the boundary that is named, ``seen`` the first bad record.
+
+    They differ where the value was made by a module's own code between two of its children: then ``row`` is
+    where it leaves that module. ``maker`` is the module whose code made it, None for code outside any module.
+    """
+
+    cause: Cause
+    row: Record
+    seen: Record
+    maker: str | None = None
+    fates: dict[int, Fate] = field(default_factory=dict)
+    dismissed: tuple[Record, ...] = ()
+    all_tolerated: bool = False
+    rivals: tuple[Record, ...] = ()
+
+
+@dataclass(frozen=True)
+class IncidentSummary:
+    """One incident of the run over all ranks, numbered from 1."""
+
+    number: int
+    first_step: int
+    last_step: int
+    ended: bool
+    reached: tuple[str, ...]
+    ranks: tuple[int, ...]
+    chosen: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys that ``incidents`` holds in JSON."""
+        return {
+            "incident": self.number,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "ended": self.ended,
+            "reached": list(self.reached),
+            "ranks": list(self.ranks),
+            "chosen": self.chosen,
+        }
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Another reading that the records cannot exclude, and the command that would decide it."""
+
+    phase: str
+    step: int | None
+    module: str | None
+    tensor: str | None
+    why: str
+    next: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys that ``candidates`` holds in JSON."""
+        return dict(vars(self))
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How many distinct gradients, parameters and modules were non-finite, of how many recorded."""
+
+    params: int = 0
+    grads: int = 0
+    modules: int = 0
+    all_params: int = 0
+    all_grads: int = 0
+    all_modules: int = 0
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is said of the run itself. ``missing`` says in words what the recording does not hold."""
+
+    path: str
+    steps: int
+    end: str
+    missing: tuple[str, ...] = ()
+    modules: int = 0
+    records: int = 0
+    last_step: int | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the keys that ``run`` holds in JSON."""
+        return {"path": self.path, "steps": self.steps, "end": self.end, "missing": list(self.missing)}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The first non-finite boundary of an incident and what made it; ``finding`` is None with nothing wrong.
+
+    ``since`` maps what was reached (loss, grad, buffer, param) to the step in which it first was.
+    """
+
+    run: RunFacts
+    finding: Finding | None = None
+    module_type: str | None = None
+    source: tuple[str, int] | None = None
+    incident: IncidentSummary | None = None
+    reached: tuple[str, ...] = ()
+    since: dict[str, int] = field(default_factory=dict)
+    received_by: tuple[int, ...] = ()
+    handled: bool = False
+    context: tuple[Record, ...] = ()
+    history: tuple[Record, ...] = ()
+    affected: Spread = Spread()
+    contained: tuple[Record, ...] = ()
+    fates: dict[int, Fate] = field(default_factory=dict)
+    candidates: tuple[Candidate, ...] = ()
+    incidents: tuple[IncidentSummary, ...] = ()
+    hints: tuple[str, ...] = ()
+
+    @property
+    def found(self) -> bool:
+        """Whether something that matters was non-finite."""
+        return self.finding is not None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the JSON object of ``first-nan --json``; not measured is None, not finite a string."""
+        finding = self.finding
+        return {
+            "schema_version": VERDICT_SCHEMA_VERSION,
+            "found": self.found,
+            **_boundary(finding, self.module_type),
+            **_replay(self.found),
+            "reached": list(self.reached),
+            "received_by": list(self.received_by),
+            "handled": self.handled if finding else None,
+            "context": [self._record(row) for row in self.context],
+            "history": [self._record(row) for row in self.history],
+            "affected": self._affected(),
+            "contained": [self._record(row) for row in self.contained],
+            "candidates": [candidate.to_dict() for candidate in self.candidates],
+            "incidents": [incident.to_dict() for incident in self.incidents],
+            "hints": list(self.hints),
+            "run": self.run.to_dict(),
+        }
+
+    def _affected(self) -> dict[str, int | None]:
+        if self.finding is None:
+            return {"params": None, "grads": None, "modules": None}
+        return {key: getattr(self.affected, key) for key in ("params", "grads", "modules")}
+
+    def _record(self, row: Record) -> dict[str, Any]:
+        fate = self.fates.get(row.seq)
+        return {**record_to_dict(row), "fate": fate.value if fate else None}
+
+
+def kind_of(row: Record) -> str:
+    """Return "NaN", "Infinity" or "-Infinity": the worst that the record holds."""
+    if row.nan_count:
+        return "NaN"
+    return "Infinity" if row.posinf_count else "-Infinity"
+
+
+def record_to_dict(row: Record) -> dict[str, Any]:
+    """Return a record as JSON values, without the columns that only replays and events fill."""
+    values = {key: _json_value(getattr(row, key)) for key in _RECORD_KEYS}
+    return {**values, "shape": shape_of(row)}
+
+
+def shape_of(row: Record) -> list[int] | None:
+    """Return the record's shape as numbers."""
+    shape: list[int] | None = json.loads(row.shape) if row.shape else None
+    return shape
+
+
+def _boundary(finding: Finding | None, module_type: str | None) -> dict[str, Any]:
+    if finding is None:
+        return dict.fromkeys(_BOUNDARY_KEYS)
+    special = {
+        "phase": finding.cause.phase,
+        "module_type": module_type,
+        "kind": kind_of(finding.row),
+        "shape": shape_of(finding.row),
+    }
+    return {key: special[key] if key in special else getattr(finding.row, key) for key in _BOUNDARY_KEYS}
+
+
+def _replay(found: bool) -> dict[str, Any]:
+    """Return the keys that a replay of the step fills; a recording without one has none of them."""
+    confirmation: dict[str, Any] = dict.fromkeys(
+        ("status", "reason", "anomaly_op", "anomaly_agrees", "anomaly_message")
+    )
+    if found:
+        confirmation.update(status="not_replayed", reason="the recording holds no replay of this step")
+    keys = dict.fromkeys(("op", "op_kind", "location"))
+    return {**keys, "traceback": [], "term": None, "confirmation": confirmation}
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value

@@ -1,0 +1,138 @@
+"""DuckDB connections with the views of a run: one that reads the files itself, and one that is shut off.
+
+Both hold the same views (``views.sql``). The first is the library's own: DuckDB reads the Parquet files,
+skips row groups and is fast. The second, for queries of other people, gets its rows through Arrow and may
+open nothing (``sandbox.py``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+from collections.abc import Sequence
+from importlib import resources
+from typing import Any
+
+import duckdb
+import pyarrow as pa
+
+from gradtrace.analysis import sandbox
+from gradtrace.trace.runinfo import ModuleInfo, RunInfo
+from gradtrace.trace.schema import ARROW_SCHEMA
+
+_MODULE_TABLE = {
+    "module": "VARCHAR",
+    "number": "INTEGER",
+    "type": "VARCHAR",
+    "root": "BOOLEAN",
+    "depth": "INTEGER",
+    "file": "VARCHAR",
+    "line": "INTEGER",
+    "parameters": "BIGINT",
+    "shapes": "MAP(VARCHAR, VARCHAR)",
+    "calls": "BIGINT",
+}
+_META_TABLE = {"rank": "INTEGER", "key": "VARCHAR", "value": "VARCHAR"}
+
+# Arrow keeps times with their zone, which DuckDB shows in the reader's; all times of a trace are UTC.
+_COLUMNS = ", ".join(
+    'make_timestamp(epoch_us("time")) AS "time"' if name == "time" else f'"{name}"' for name in ARROW_SCHEMA.names
+)
+
+
+def native_connection(parquet: Sequence[str], journals: pa.Table) -> duckdb.DuckDBPyConnection:
+    """Return a connection with the view ``records`` over Parquet files and rows from journals."""
+    connection = duckdb.connect()
+    files = ", ".join(_quoted(glob.escape(path)) for path in parquet)
+    _add_records(connection, f"read_parquet([{files}])" if parquet else None, journals)
+    return connection
+
+
+def sandboxed_connection(
+    parquet: Sequence[str], journals: pa.Table, infos: Sequence[RunInfo]
+) -> duckdb.DuckDBPyConnection:
+    """Return a connection with all views and without access to anything else."""
+    connection = duckdb.connect()
+    if parquet:
+        import pyarrow.dataset  # slow to import, and only needed here
+
+        files = pyarrow.dataset.dataset(list(parquet), schema=ARROW_SCHEMA, format="parquet")
+        connection.register("parquet_rows", files)
+    _add_records(connection, "parquet_rows" if parquet else None, journals)
+    add_views(connection, infos)
+    sandbox.lock(connection)
+    return connection
+
+
+def add_views(connection: duckdb.DuckDBPyConnection, infos: Sequence[RunInfo]) -> None:
+    """Add every view but ``records`` to a connection."""
+    _add_table(connection, "module_table", _MODULE_TABLE, _module_rows(infos))
+    _add_table(connection, "meta_table", _META_TABLE, _meta_rows(infos))
+    connection.execute(resources.files("gradtrace.analysis").joinpath("views.sql").read_text())
+
+
+def _module_rows(infos: Sequence[RunInfo]) -> list[dict[str, Any]]:
+    """Return the modules of all ranks in model order, each once."""
+    modules: dict[str, ModuleInfo] = {}
+    for info in infos:
+        for module in info.modules:
+            modules.setdefault(module.name, module)
+    return [
+        {
+            "module": module.name,
+            "number": number,
+            "type": module.type,
+            "root": module.root,
+            "depth": module.depth,
+            "file": module.file,
+            "line": module.line,
+            "parameters": sum(elements(shape) for shape in module.parameters.values()),
+            "shapes": module.parameters,
+            "calls": module.calls,
+        }
+        for number, module in enumerate(modules.values())
+    ]
+
+
+def _meta_rows(infos: Sequence[RunInfo]) -> list[dict[str, Any]]:
+    """Return the facts of each rank as keys and values; what is no text is JSON."""
+    rows = []
+    for info in infos:
+        for key in (field.name for field in dataclasses.fields(info) if field.name != "modules"):
+            value = getattr(info, key)
+            text = value if isinstance(value, str) or value is None else json.dumps(value)
+            rows.append({"rank": info.rank, "key": key, "value": text})
+    return rows
+
+
+def _add_table(
+    connection: duckdb.DuckDBPyConnection, name: str, columns: dict[str, str], rows: list[dict[str, Any]]
+) -> None:
+    """Make a table by way of JSON: Arrow's conversion of Python values would import pandas."""
+    connection.execute(
+        f"CREATE TABLE {name} AS SELECT unnest(from_json(?, ?), recursive := true)",
+        [json.dumps(rows), json.dumps([columns])],
+    )
+
+
+def elements(shape: str) -> int:
+    """Return the number of elements of a shape as the trace writes it: "[8, 128]"."""
+    sizes = shape.strip("[]")
+    return math.prod(int(size) for size in sizes.split(",")) if sizes else 1
+
+
+def _add_records(connection: duckdb.DuckDBPyConnection, files: str | None, journals: pa.Table) -> None:
+    scans = [files] if files else []
+    if journals.num_rows or not files:
+        connection.register("arrow_rows", journals)
+        connection.execute("CREATE TABLE journal_rows AS FROM arrow_rows")
+        connection.unregister("arrow_rows")
+        scans.append("journal_rows")
+    selects = " UNION ALL ".join(f"SELECT {_COLUMNS} FROM {scan}" for scan in scans)
+    connection.execute(f"CREATE VIEW records AS {selects}")
+
+
+def _quoted(text: str) -> str:
+    return "'" + text.replace("'", "''") + "'"

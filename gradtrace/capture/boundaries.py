@@ -1,0 +1,64 @@
+"""What is seen at a module call: nested arguments and results flattened to (path, tensor).
+
+A path is the way from the arguments or results to the tensor: positions in tuples and lists, keys of
+mappings, names of keyword arguments and dataclass fields, joined by dots. A result that is one tensor has the
+path ``0``, as if it were a tuple of one, which is how torch's own hooks see it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+Found = list[tuple[str, Tensor]]
+
+_DEEPEST = 12
+"""Nesting beyond this is a cycle or no batch."""
+
+
+def tensors_in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
+    """Return the tensors of a call's arguments with their paths, in order."""
+    found: Found = []
+    for index, value in enumerate(args):
+        if isinstance(value, Tensor):
+            found.append((str(index), value))
+        elif value is not None:
+            _collect(value, str(index), found, 0)
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            found.append((name, value))
+        elif value is not None:
+            _collect(value, name, found, 0)
+    return found
+
+
+def tensors_in_result(result: Any) -> Found:
+    """Return the tensors of a call's result with their paths, in order."""
+    if isinstance(result, Tensor):
+        return [("0", result)]
+    found: Found = []
+    _collect(result, "", found, 0)
+    return found
+
+
+def _collect(value: Any, path: str, found: Found, depth: int) -> None:
+    if isinstance(value, Tensor):
+        found.append((path, value))
+        return
+    if depth > _DEEPEST or value is None or isinstance(value, (str, bytes, int, float)):
+        return
+    for key, item in _items(value):
+        _collect(item, f"{path}.{key}" if path else str(key), found, depth + 1)
+
+
+def _items(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, (tuple, list)):
+        return list(enumerate(value))
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+    return []

@@ -1,0 +1,248 @@
+"""Fully-qualified names of modules, parameters and buffers, as in state_dict.
+
+Wrappers (DistributedDataParallel, DataParallel, FSDP, torch.compile, checkpoint wrappers) add no part to a
+name. A shared module or parameter goes by the first name under which it is found. Which name the root itself
+gets is known only when the step has shown how many roots there are, so names are asked for late.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+import weakref
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor, nn
+
+from gradtrace.trace.runinfo import ModuleInfo
+
+_WRAPPED_AS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+}
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return the module inside of all wrappers of torch."""
+    while (child := _wrapped_child(module)) is not None:
+        module = child
+    return module
+
+
+def _wrapped_child(module: nn.Module) -> nn.Module | None:
+    attribute = _WRAPPED_AS.get(type(module).__name__)
+    if attribute is None or not type(module).__module__.startswith("torch."):
+        return None
+    child = module._modules.get(attribute)
+    return child if isinstance(child, nn.Module) else None
+
+
+class Root:
+    """An outermost module with all that lies below it. ``label`` names it where a run has several."""
+
+    def __init__(self, module: nn.Module, label: str) -> None:
+        self.label = label
+        self.prefix: str | None = None
+        self.ref = weakref.ref(module)
+        self.owns_parameters = next(module.parameters(), None) is not None
+
+    @property
+    def name(self) -> str:
+        """The root's own name, '' where it is the only one that owns parameters."""
+        return self.label if self.prefix is None else self.prefix
+
+
+class ModuleEntry:
+    """A module that has been given a name, and whether it is to be recorded."""
+
+    __slots__ = ("calls", "info", "is_root", "local", "ref", "root", "selected", "transparent")
+
+    def __init__(self, module: nn.Module, root: Root, local: str, selected: bool) -> None:
+        self.ref = weakref.ref(module)
+        self.root = root
+        self.local = local
+        self.selected = selected
+        self.is_root = local == ""
+        self.transparent = _wrapped_child(module) is not None
+        self.calls = 0
+        self.info = _describe(module)
+
+    @property
+    def name(self) -> str:
+        """What the column ``module`` holds."""
+        return _join(self.root.name, self.local)
+
+
+class TensorEntry:
+    """A parameter or buffer with its owner's entry and its own name in it."""
+
+    __slots__ = ("kind", "name", "owner", "ref")
+
+    def __init__(self, tensor: Tensor, owner: ModuleEntry, name: str, kind: str) -> None:
+        self.ref = weakref.ref(tensor)
+        self.owner = owner
+        self.name = name
+        self.kind = kind
+
+
+class Names:
+    """All roots of a run, and the names of everything below them."""
+
+    def __init__(self, include: Sequence[str], exclude: Sequence[str]) -> None:
+        self.roots: list[Root] = []
+        self._include = tuple(include)
+        self._exclude = tuple(exclude)
+        self._modules: dict[int, ModuleEntry] = {}
+        self._parameters: dict[int, TensorEntry] = {}
+        self._history: list[ModuleEntry] = []
+        self._frozen = False
+
+    def entry(self, module: nn.Module) -> ModuleEntry | None:
+        """Return the module's entry, or None for a module that lies below no known root."""
+        entry = self._modules.get(id(module))
+        return entry if entry is not None and entry.ref() is module else None
+
+    def parameter(self, tensor: Tensor) -> TensorEntry | None:
+        """Return a parameter's entry, or None for a tensor that no known root owns."""
+        entry = self._parameters.get(id(tensor))
+        return entry if entry is not None and entry.ref() is tensor else None
+
+    def add_root(self, module: nn.Module, label: str) -> Root:
+        """Name ``module`` and everything below it. ``label`` is made unique among the roots."""
+        taken = {root.label for root in self.roots}
+        unique = next(
+            name for name in (label, *(f"{label}_{n}" for n in range(2, len(taken) + 3))) if name not in taken
+        )
+        root = Root(module, unique)
+        self.roots.append(root)
+        if self._frozen:
+            root.prefix = self._prefix(root)
+        self.refresh(root)
+        return root
+
+    def refresh(self, root: Root) -> None:
+        """Name what has been added below ``root`` since it was named."""
+        top = root.ref()
+        if top is None:
+            return
+        for local, module in walk(top):
+            entry = self.entry(module)
+            if entry is None:
+                entry = ModuleEntry(module, root, local, self._selected(root, local))
+                self._modules[id(module)] = entry
+                self._history.append(entry)
+            for name, parameter in module._parameters.items():
+                if parameter is not None and self.parameter(parameter) is None:
+                    self._parameters[id(parameter)] = TensorEntry(parameter, entry, name, "param")
+
+    def freeze(self) -> None:
+        """Decide the prefixes: the only root that owns parameters goes without one."""
+        owners = [root for root in self.roots if root.owns_parameters]
+        if self._frozen or not owners:
+            return
+        self._frozen = True
+        for root in self.roots:
+            root.prefix = "" if owners == [root] else root.label
+
+    def _prefix(self, root: Root) -> str:
+        only = root.owns_parameters and not any(r.owns_parameters for r in self.roots if r is not root)
+        return "" if only else root.label
+
+    def tensors(self) -> Iterator[tuple[TensorEntry, Tensor]]:
+        """Yield every parameter and floating buffer of the living roots that is to be recorded, in order."""
+        seen: set[int] = set()
+        for root in self.roots:
+            top = root.ref()
+            if top is None:
+                continue
+            for _, module in walk(top):
+                entry = self.entry(module)
+                if entry is None or not entry.selected:
+                    continue
+                for pair in self._own_tensors(module, entry):
+                    if id(pair[1]) not in seen:
+                        seen.add(id(pair[1]))
+                        yield pair
+
+    def _own_tensors(self, module: nn.Module, entry: ModuleEntry) -> Iterator[tuple[TensorEntry, Tensor]]:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                known = self.parameter(parameter)
+                yield known or TensorEntry(parameter, entry, name, "param"), parameter
+        for name, buffer in module._buffers.items():
+            if buffer is not None and (buffer.is_floating_point() or buffer.is_complex()):
+                yield TensorEntry(buffer, entry, name, "buffer"), buffer
+
+    @property
+    def count(self) -> int:
+        """How many modules have been named."""
+        return len(self._history)
+
+    def module_table(self) -> list[ModuleInfo]:
+        """Return the view ``modules``: every module that was named, in model order."""
+        table = []
+        for entry in self._history:
+            if entry.transparent:
+                continue
+            info = entry.info
+            info.name, info.root, info.calls = entry.name, entry.is_root, entry.calls
+            info.depth = 0 if entry.is_root else entry.local.count(".") + 1
+            table.append(info)
+        return table
+
+    def unmatched_patterns(self) -> list[str]:
+        """Return the include and exclude patterns that match no module's name."""
+        patterns = (*self._include, *self._exclude)
+        return [p for p in patterns if not any(_matches(p, e.root, e.local) for e in self._history)]
+
+    def _selected(self, root: Root, local: str) -> bool:
+        included = not self._include or any(_matches(p, root, local) for p in self._include)
+        return included and not any(_matches(p, root, local) for p in self._exclude)
+
+
+def _matches(pattern: str, root: Root, local: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for name in (local, _join(root.label, local)))
+
+
+def _join(prefix: str, local: str) -> str:
+    return f"{prefix}.{local}" if prefix and local else prefix or local
+
+
+def walk(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield every module below ``top`` once, with its name; wrappers and what they wrap share a name."""
+    seen: set[int] = set()
+    stack = [("", top)]
+    while stack:
+        name, module = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        yield name, module
+        is_wrapper = _wrapped_child(module) is not None
+        children = [(key, child) for key, child in module._modules.items() if child is not None]
+        for key, child in reversed(children):
+            stack.append((name if is_wrapper else _join(name, key), child))
+
+
+def _describe(module: nn.Module) -> ModuleInfo:
+    file, line = _source_of(type(module))
+    shapes = {
+        key: str(list(value.shape)) if hasattr(value, "shape") else ""
+        for key, value in module._parameters.items()
+        if value is not None and not nn.parameter.is_lazy(value)
+    }
+    return ModuleInfo(name="", type=type(module).__name__, file=file, line=line, parameters=shapes)
+
+
+_SOURCES: dict[type, tuple[str | None, int | None]] = {}
+
+
+def _source_of(kind: type) -> tuple[str | None, int | None]:
+    """Return file and first line of the class's ``forward``, from its code object: no file is read."""
+    if kind not in _SOURCES:
+        code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+        _SOURCES[kind] = (code.co_filename, code.co_firstlineno) if code else (None, None)
+    return _SOURCES[kind]

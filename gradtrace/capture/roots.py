@@ -1,0 +1,69 @@
+"""Which module is the root of an outermost call, and by what name the script knows it.
+
+A script may call a part of its model (``model.encode(x)`` calls ``model.encoder``) before, or without, ever
+calling the model itself. The variables of the calling frames tell which larger module it belongs to and what
+that one is called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from torch import nn
+
+from gradtrace.capture.names import unwrapped
+
+_MOST_FRAMES = 40
+_NOT_A_NAME = frozenset({"self", "module", "m", "_", "cls"})
+
+
+def find_root(module: nn.Module) -> tuple[nn.Module, str]:
+    """Return the largest module in sight of the callers that contains ``module``, and its name.
+
+    The name is that of the variable or attribute that holds it, else the class's name.
+    """
+    best, label = module, ""
+    size = len(list(module.modules()))
+    looked_at: set[int] = set()
+    for name, candidate in _modules_in_sight(sys._getframe(1)):
+        if unwrapped(candidate) is unwrapped(best):
+            label = label or name
+        if id(candidate) in looked_at:
+            continue
+        looked_at.add(id(candidate))
+        members = list(candidate.modules())
+        if len(members) > size and any(member is module for member in members):
+            best, label, size = candidate, name, len(members)
+    return unwrapped(best), label or type(unwrapped(best)).__name__
+
+
+def _modules_in_sight(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules that the user's frames hold, innermost first, with the names they hold them by."""
+    for _ in range(_MOST_FRAMES):
+        if frame is None:
+            return
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in ("torch", "gradtrace"):
+            yield from _held_by(dict(frame.f_locals))
+            if frame.f_locals is not frame.f_globals:
+                yield from _held_by(dict(frame.f_globals))
+        frame = frame.f_back
+
+
+def _held_by(variables: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:
+    for name, value in variables.items():
+        if _is_module(value):
+            yield ("" if name in _NOT_A_NAME or name.startswith("_") else name), value
+    owner = variables.get("self")
+    if owner is not None and not _is_module(owner):
+        for name, value in list(getattr(owner, "__dict__", {}).items()):
+            if _is_module(value):
+                yield name.lstrip("_"), value
+
+
+def _is_module(value: Any) -> bool:
+    # Not isinstance: it would run the user's __class__ properties and lazy objects.
+    return issubclass(type(value), nn.Module)

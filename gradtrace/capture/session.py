@@ -1,0 +1,143 @@
+"""What all parts of a recording in progress share, and the two rules they all follow.
+
+Nothing that gradtrace does may be seen by the training (``quiet``), and no error of gradtrace may reach it
+(``guarded``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from gradtrace.capture.clock import Clock
+from gradtrace.capture.names import Names
+from gradtrace.capture.rows import Named, RowBuffer
+from gradtrace.capture.schedule import Schedule
+from gradtrace.capture.statistics import Measure, Statistics, Unmeasurable
+from gradtrace.errors import GradtraceWarning
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Session:
+    """The state of one recording.
+
+    ``capturing`` says whether the step in flight is recorded; ``active`` turns false for good when the
+    recording ends, after which hooks that are still in some graph do nothing.
+    """
+
+    def __init__(self, names: Names, schedule: Schedule, clock: Clock, rows: RowBuffer) -> None:
+        self.active = True
+        self.names = names
+        self.schedule = schedule
+        self.clock = clock
+        self.rows = rows
+        self.statistics = Statistics()
+        self.unmeasured: Counter[str] = Counter()
+        self.failure: str | None = None
+        self.on_failure: Callable[[str], None] = lambda reason: None
+        self.capturing = schedule.captures(clock.step)
+
+    def record(
+        self,
+        phase: str,
+        owner: Named | None,
+        tensor: str,
+        path: str,
+        value: Tensor,
+        *,
+        call: int | None = None,
+        micro_step: int | None = None,
+        detail: str | None = None,
+        once: bool = True,
+    ) -> Measure | None:
+        """Measure ``value``, add its row and return the measure. To be called in ``quiet``.
+
+        A tensor that cannot be measured is counted, and None returned.
+
+        ``once`` reuses the measure of a tensor that has been seen and not changed since.
+        """
+        try:
+            measure = self.statistics.measure_once(value) if once else self.statistics.measure(value)
+        except Unmeasurable as reason:
+            self.unmeasured[str(reason)] += 1
+            return None
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            self.unmeasured[f"{type(error).__name__} while measuring"] += 1
+            return None
+        micro = self.clock.micro_step if micro_step is None else micro_step
+        self.rows.append(micro, phase, owner, call, tensor, path, measure, detail)
+        return measure
+
+    def fail(self, error: BaseException) -> None:
+        """Take the capture down, say so once, and let the training go on."""
+        if not self.active:
+            return
+        self.active = self.capturing = False
+        self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        with contextlib.suppress(Exception):
+            self.on_failure(self.failure)
+        # The user's filters may turn warnings into errors; the training goes on even then.
+        with contextlib.suppress(Exception):
+            warnings.warn(
+                f"recording stopped by an error of gradtrace's own ({self.failure}); the training goes on",
+                GradtraceWarning,
+                stacklevel=2,
+            )
+
+    def guarded(self, function: Callable[P, R]) -> Callable[P, R | None]:
+        """Return ``function`` with its errors turned into ``fail``; it does nothing once the session ended."""
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
+            if self.active:
+                try:
+                    return function(*args, **kwargs)
+                except Exception as error:
+                    self.fail(error)
+            return None
+
+        return call
+
+
+class quiet:
+    """Context in which tensors are measured: no graph, no user modes, nothing that the training could see."""
+
+    __slots__ = ("_grad_mode", "_modes")
+
+    def __enter__(self) -> None:
+        self._modes: Any = None
+        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+            self._modes = _without_modes()
+            self._modes.__enter__()
+        self._grad_mode = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._grad_mode)
+        if self._modes is not None:
+            self._modes.__exit__(None, None, None)
+
+
+@contextlib.contextmanager
+def _without_modes() -> Iterator[None]:
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        yield
+
+
+def cannot_observe() -> bool:
+    """Whether a call runs where values do not exist: traced, compiled, or inside of a functorch transform."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )

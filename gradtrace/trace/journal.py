@@ -1,0 +1,84 @@
+"""The journal of a run that is being recorded: an Arrow IPC stream to which every step's rows are appended.
+
+Whatever ``Journal.append`` has returned from is with the operating system and survives the death of the
+process. The last message of a journal may be cut off; ``read_journal`` reads what stands before it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from gradtrace.trace.schema import ARROW_SCHEMA
+
+
+class Journal:
+    """One journal file, open for appending."""
+
+    def __init__(self, path: Path) -> None:
+        """Create the file; it must not exist."""
+        self.path = path
+        self.rows = 0
+        self.bytes = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._messages = _Messages()
+        options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
+        self._stream = pa.ipc.new_stream(pa.PythonFile(self._messages, mode="w"), ARROW_SCHEMA, options=options)
+
+    def append(self, batch: pa.RecordBatch) -> None:
+        """Append the rows and hand them to the operating system in one go.
+
+        Raises:
+            OSError: the file system takes no more. The journal ends there: append nothing after it.
+        """
+        self._stream.write_batch(batch)
+        data = memoryview(self._messages.take())
+        while data:
+            written = os.write(self._fd, data)
+            self.bytes += written
+            data = data[written:]
+        self.rows += batch.num_rows
+
+    def close(self) -> None:
+        """Close the file; a reader needs no end mark. Closing twice is harmless."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+class _Messages(io.RawIOBase):
+    """Collects what Arrow writes in dozens of small pieces, so that a step is one system call."""
+
+    def __init__(self) -> None:
+        self._pieces: list[bytes] = []
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        self._pieces.append(bytes(data))
+        return len(data)
+
+    def take(self) -> bytes:
+        pieces, self._pieces = self._pieces, []
+        return b"".join(pieces)
+
+
+def read_journal(path: Path) -> pa.Table:
+    """Return the rows of every whole message of a journal, be it cut off, empty or still written to.
+
+    Raises:
+        OSError: the file cannot be read at all.
+    """
+    data = path.read_bytes()
+    batches: list[pa.RecordBatch] = []
+    try:
+        with pa.ipc.open_stream(data) as stream:
+            batches.extend(stream)
+    except (pa.ArrowException, OSError):
+        pass  # The step in flight: the end of the data, within a message.
+    return pa.Table.from_batches(batches, ARROW_SCHEMA)

@@ -1,0 +1,43 @@
+"""Trains a tiny BERT classifier and evaluates it after each epoch."""
+
+import argparse
+
+import torch
+from transformers import BertConfig, BertForSequenceClassification
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--lr", type=float, default=1e-3)
+args = parser.parse_args()
+
+torch.manual_seed(0)
+config = BertConfig(
+    vocab_size=100,
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    intermediate_size=64,
+    max_position_embeddings=16,
+    num_labels=3,
+)
+model = BertForSequenceClassification(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+
+
+def draw_batch():
+    tokens = torch.randint(1, 100, (4, 16))
+    lengths = torch.randint(4, 17, (4, 1))
+    mask = (torch.arange(16) < lengths).long()
+    return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens[:, 0] % 3}
+
+
+for _epoch in range(2):
+    model.train()
+    for _ in range(2):
+        output = model(**draw_batch())
+        optimizer.zero_grad()
+        output.loss.backward()
+        optimizer.step()
+        print("train", output.loss.item())
+    model.eval()
+    with torch.no_grad():
+        print("evaluation", model(**draw_batch()).loss.item())
