@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.analysis.verdict_model import Cause, Fate, Finding, Verdict, kind_of
@@ -27,11 +29,8 @@ class Table:
 def notes(verdict: Verdict) -> Iterator[str]:
     """Yield what is to be said of the recording itself, for stderr."""
     run = verdict.run
-    if run.end not in ("completed", "killed", "running"):
+    if run.end not in ("completed", "killed", "running"):  # of these two ``missing`` speaks
         yield f"the run ended with {run.end}; the last recorded step is {_or_none(run.last_step)}"
-    elif run.end != "completed":
-        state = "was killed" if run.end == "killed" else "is still being recorded"
-        yield f"the run {state}; the last recorded step is {_or_none(run.last_step)}"
     yield from run.missing
 
 
@@ -97,7 +96,7 @@ def _made_by(finding: Finding) -> str:
         Cause.BATCH: "nothing in the model: the batch arrived with it",
         Cause.INITIAL: "nothing in the training: the run started with it",
         Cause.MOVED_IN: "no optimizer: it had no gradient in this step, something else wrote it",
-        Cause.MODULE: f"{_module(maker)}: its inputs and parameters were finite, its output is not",
+        Cause.MODULE: f"{_module(maker)}: its inputs were finite, and its parameters when last seen",
         Cause.BETWEEN: f"{own}, between its calls of other modules" if maker is not None else own,
         Cause.BUFFER: f"{_module(row.module)}, which updates it in its forward",
         Cause.LOSS: "the code that computes the loss: all that the modules returned was finite",
@@ -221,11 +220,16 @@ def _short_kind(row: Record) -> str:
     return {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}[kind_of(row)]
 
 
-def _statistics(row: Record) -> tuple[float | None, ...]:
+def _statistics(row: Record) -> tuple[Decimal | float | None, ...]:
     """Return min, max and norm to four digits, and the counts of NaN and Inf."""
     infinite = (row.posinf_count or 0) + (row.neginf_count or 0)
-    numbers = (None if value is None else float(f"{value:.4g}") for value in (row.min, row.max, row.norm))
+    numbers = (_rounded(value) for value in (row.min, row.max, row.norm))
     return (*numbers, row.nan_count or 0, infinite)
+
+
+def _rounded(value: float | None) -> Decimal | float | None:
+    """Return a number of four digits that still counts as one: a table aligns it to the right."""
+    return Decimal(f"{value:.4g}") if value is not None and math.isfinite(value) else value
 
 
 def _count(number: int, what: str) -> str:

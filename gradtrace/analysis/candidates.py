@@ -37,6 +37,11 @@ def candidates_for(
 
 def _rivals(finding: Finding, info: RunInfo) -> Iterator[Candidate]:
     for row in finding.rivals:
+        if row.tensor == "buffer":
+            why = f"{row.path} is non-finite at the end of the step; if it was so before, it is the cause"
+            command = f"look for code that writes {row.path} between the steps"
+            yield _candidate("parameter", row, why, command)
+            continue
         why = "the backward pass went bad there by itself, if the forward value had nothing to do with it"
         yield _candidate("backward", row, why, _record(info, row.step))
 

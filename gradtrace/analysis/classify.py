@@ -62,7 +62,7 @@ def find_cause(scene: Scene, background: Background) -> Finding:
         fates=fates,
         dismissed=tuple(row for row in dismissed if row is not first),
         all_tolerated=any(row is first for row in [*tolerated, *dismissed]),
-        rivals=_rivals(first, path, scene),
+        rivals=(*_rivals(first, path, scene), *_late_buffers(finding, scene)),
     )
 
 
@@ -208,6 +208,15 @@ def _rivals(first: Record, path: Sequence[Record], scene: Scene) -> tuple[Record
     later = [row for row in path if row.seq > first.seq]
     if not is_forward(first) or not later or is_forward(later[0]) or later[0].tensor == "loss":
         return ()
-    outer = scene.enclosing_module(first)
-    related = later[0].module == first.module or (outer and lies_within(later[0].module, outer))
+    # Everything lies within a root, so that says nothing; "" and None are passed over alike.
+    neighbours = (first.module, scene.enclosing_module(first))
+    related = any(lies_within(later[0].module, name) for name in neighbours if name)
     return () if related else (later[0],)
+
+
+def _late_buffers(finding: Finding, scene: Scene) -> tuple[Record, ...]:
+    """Return the maker's buffer that was non-finite when the step ended: its forward, or code before it, wrote it."""
+    if finding.cause is not Cause.MODULE:
+        return ()
+    later = (row for row in scene.rows if row.seq > finding.row.seq and row.tensor == "buffer" and is_bad(row))
+    return tuple(row for row in later if row.module == finding.maker)[:1]

@@ -45,12 +45,13 @@ changed AS (
         AND found.module IS NOT DISTINCT FROM start.module AND found.path = start.path
     WHERE found.phase = 'input' OR start.rank IS NULL OR found.nan_count <> start.nan_count
         OR found.posinf_count <> start.posinf_count OR found.neginf_count <> start.neginf_count
+),
+firsts AS (
+    SELECT rank, min(seq) AS seq FROM changed
+    GROUP BY rank, step, phase = 'input', tensor, nan_count > 0,
+        CASE WHEN one_by_one THEN module END, CASE WHEN one_by_one THEN path END
 )
-SELECT {_COLUMNS} FROM changed
-QUALIFY row_number() OVER (
-    PARTITION BY rank, step, phase = 'input', tensor, nan_count > 0,
-    CASE WHEN one_by_one THEN module END, CASE WHEN one_by_one THEN path END ORDER BY seq
-) = 1
+SELECT {_COLUMNS} FROM bad_records SEMI JOIN firsts USING (rank, seq)
 UNION ALL
 SELECT {_COLUMNS} FROM records WHERE numel = 1 AND tensor = 'loss_scale' AND "max" < {SMALLEST_LOSS_SCALE}
 """
@@ -186,7 +187,7 @@ class Evidence:
         query = f"""
             SELECT {count.format("param", f"AND phase <> 'input' AND {_BAD}")},
                 {count.format("grad", f"AND {_BAD}")}, {modules.format(f"AND {_BAD}")},
-                {count.format("param", "")}, {count.format("grad", "")}, {modules.format("")}
+                {count.format("param", "")}, {count.format("grad", "")}
             FROM records WHERE rank = ? AND step = ?"""
         return Spread(*self._fetch(query, [rank, step])[0])
 

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 
 from gradtrace.errors import NotARunError, RunNotFoundError
 from gradtrace.trace.journal import read_journal
-from gradtrace.trace.parts import INFO_FILE, parts_of, pieces
+from gradtrace.trace.parts import INFO_FILE, part_of, parts_of, pieces
 from gradtrace.trace.process import is_alive
 from gradtrace.trace.runinfo import METADATA_KEY, RunInfo
 
@@ -151,17 +151,24 @@ def _open_parts(directory: Path, open_files: ExitStack) -> Source:
         _settle_the_end(source, text)
     with ExitStack() as opened:
         for piece in _settled(lambda: pieces(directory)):
-            if piece.suffix == ".arrow":
-                source.journals.append(read_journal(piece))
-                continue
-            # By descriptor: the data stays readable when the writer replaces and removes its parts.
-            fd = os.open(piece, os.O_RDONLY)
-            opened.callback(os.close, fd)
-            source.parquet.append(f"/dev/fd/{fd}")
+            _open_piece(piece, source, opened)
         if source.path.is_file():  # finished meanwhile: some pieces may have been gone before they were seen
             raise FileNotFoundError(errno.ENOENT, "finished meanwhile", str(directory))
         open_files.push(opened.pop_all())
     return source
+
+
+def _open_piece(piece: Path, source: Source, opened: ExitStack) -> None:
+    if piece.suffix == ".arrow":
+        try:
+            source.journals.append(read_journal(piece))
+            return
+        except FileNotFoundError:  # encoded meanwhile
+            piece = part_of(piece)
+    # By descriptor: the data stays readable when the writer replaces and removes its parts.
+    fd = os.open(piece, os.O_RDONLY)
+    opened.callback(os.close, fd)
+    source.parquet.append(f"/dev/fd/{fd}")
 
 
 def _settle_the_end(source: Source, text: str) -> None:

@@ -90,8 +90,8 @@ class ModuleLine:
 
     ``parameters`` is a number of elements, ``calls`` of calls. The two series hold the largest norm of each
     stretch of steps: None where nothing was recorded, NaN where something was not finite. ``grad_norm`` is
-    the norm of the last step that has finite gradients. ``max_output``, ``max_grad`` and ``max_param`` are the
-    largest finite magnitudes; ``nan`` and ``inf`` count records that hold such elements.
+    the norm of the last step that has finite gradients. ``max_output``, ``max_grad`` and ``max_param`` are
+    the largest finite magnitudes; ``nan`` and ``inf`` count records that hold such elements.
     """
 
     name: str

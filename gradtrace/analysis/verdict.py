@@ -185,7 +185,7 @@ class _Inquiry:
 
     def _bad_in_healthy_steps(self, rank: int, step: int) -> list[tuple[Record, int]]:
         if (rank, step) not in self._tolerated:
-            unhealthy = self._timeline.unhealthy(rank)
+            unhealthy = [bad for bad in self._timeline.unhealthy(rank) if bad < step]
             self._tolerated[rank, step] = self._evidence.bad_in_healthy_steps(rank, step, unhealthy)
         return self._tolerated[rank, step]
 

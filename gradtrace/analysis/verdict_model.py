@@ -147,14 +147,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Spread:
-    """How many distinct gradients, parameters and modules were non-finite, of how many recorded."""
+    """How many distinct parameters, gradients and modules were non-finite; of the first two, of how many."""
 
     params: int = 0
     grads: int = 0
     modules: int = 0
     all_params: int = 0
     all_grads: int = 0
-    all_modules: int = 0
 
 
 @dataclass(frozen=True)

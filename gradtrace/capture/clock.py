@@ -10,9 +10,13 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
+from collections.abc import Callable
 from enum import Enum, auto
 
 from torch.optim import Optimizer
+
+_Reference = weakref.ref[Optimizer]
 
 
 class Belongs(Enum):
@@ -30,35 +34,50 @@ class Clock:
         self.step = first_step
         self.micro_step = 0
         self.backward_pass = 0
-        self._manual = False
-        self._clock: int | None = None
-        self._others: set[int] = set()
-        self._calls = 0
         self.backward_in_step = False
+        self.by_hand = False
+        self.is_over: Callable[[Optimizer], bool] = lambda optimizer: False
+        """Whether an optimizer's models are gone, so that it will never step again."""
+        self._clock: _Reference | None = None
+        self._others: list[_Reference] = []
+        self._ticks = 0
+        self._ever_others = False
+        self._calls = 0
         self._backward_ever = False
-        self._optimizer_exists: bool | None = None
-        self._optimizer_in_backward = False
         self._last_micro_step = 0
+        self._optimizers = _OptimizerSearch()
         self._thread = threading.local()
+        self._generation = 0
 
     @property
     def detail(self) -> str | None:
         """What tells apart the backward passes of one micro step: None for the first, then ``pass 2``."""
         return None if self.backward_pass < 2 else f"pass {self.backward_pass}"
 
+    @property
+    def may_belong_before(self) -> bool:
+        """Whether what is seen from now on may turn out to belong to the step that has just ended."""
+        return not self.by_hand and (self._ever_others or self._ticks == 1)
+
     def starts_step(self, *, evaluating: bool) -> bool:
         """Whether the outermost call that is about to run starts a new step, there being no optimizer."""
-        if self._manual or self._clock is not None:
+        if self.by_hand or self._clock is not None:
             return False
         if self._backward_ever:
-            return not evaluating and self.backward_in_step and not self._has_optimizer()
-        return self._calls > 0 and not self._has_optimizer()
+            return not evaluating and self.updated_without_optimizer()
+        return self._calls > 0 and not self._optimizers.exist()
+
+    def updated_without_optimizer(self) -> bool:
+        """Whether a backward has run in this step and nothing but the script itself can have used it."""
+        if self.by_hand or self._clock is not None or not self.backward_in_step:
+            return False
+        return not self._optimizers.exist()
 
     def outermost_call(self, *, evaluating: bool) -> None:
         """Note that an outermost call starts: after a backward it is a new micro step."""
         self._calls += 1
-        if not evaluating and getattr(self._thread, "after_backward", False):
-            self._thread.after_backward = False
+        if not evaluating and getattr(self._thread, "after_backward_in", None) == self._generation:
+            self._thread.after_backward_in = None
             self.micro_step += 1
             self.backward_pass = 0
 
@@ -68,24 +87,27 @@ class Clock:
 
     def backward_ended(self, *, accumulating: bool) -> None:
         """Note the end of a pass; ``accumulating`` is true for ``backward()``."""
+        if not self._backward_ever:
+            self._optimizers.look_again()
         self.backward_in_step = self._backward_ever = True
         if accumulating:
-            self._thread.after_backward = True
+            self._thread.after_backward_in = self._generation
 
     def optimizer_stepped(self, optimizer: Optimizer, *, inside_backward: bool) -> Belongs:
         """Note that an optimizer has stepped, or was skipped; say to which step the rows in flight belong."""
         if inside_backward:
-            self._optimizer_in_backward = True
+            self._optimizers.found_in_backward = True
             return Belongs.UNDECIDED
-        if self._manual:
+        if self.by_hand:
             return Belongs.UNDECIDED
-        key = id(optimizer)
-        if self._clock is None or key in self._others:
-            self._clock = key
-        if key == self._clock:
-            return Belongs.THIS_STEP
-        self._others.add(key)
-        return Belongs.STEP_BEFORE
+        if self._takes_over(optimizer):
+            self._clock = weakref.ref(optimizer)
+        elif not self._is_clock(optimizer):
+            self._others.append(weakref.ref(optimizer))
+            self._ever_others = True
+            return Belongs.STEP_BEFORE
+        self._ticks += 1
+        return Belongs.THIS_STEP
 
     def next_step(self, number: int | None = None) -> None:
         """Start the next step, or step ``number``."""
@@ -100,21 +122,56 @@ class Clock:
         """Count what was in flight to the step before; return by how much its micro steps move up."""
         shift = self._last_micro_step + 1
         self._last_micro_step = shift + self.micro_step
+        self._calls = 0
+        self.backward_in_step = False
         self._restart_passes()
         return shift
 
     def count_by_hand(self) -> None:
         """Let optimizers and calls no longer start steps: the user's loop counts."""
-        self._manual = True
+        self.by_hand = True
+
+    def _is_clock(self, optimizer: Optimizer) -> bool:
+        return self._clock is not None and self._clock() is optimizer
+
+    def _takes_over(self, optimizer: Optimizer) -> bool:
+        """Whether another optimizer becomes the clock: the first, or one that steps twice without the clock."""
+        if self._is_clock(optimizer):
+            return False
+        clock = None if self._clock is None else self._clock()
+        if clock is None or any(other() is optimizer for other in self._others):
+            return True
+        return self.is_over(clock)
 
     def _restart_passes(self) -> None:
         self.micro_step = self.backward_pass = 0
-        self._thread.after_backward = False
+        self._generation += 1  # what other threads remember of their last backward is over too
 
-    def _has_optimizer(self) -> bool:
-        if self._optimizer_in_backward:
-            return False
-        if self._optimizer_exists is None:
-            # Once a run: is this gradient accumulation, or is there nothing that will ever step?
-            self._optimizer_exists = any(issubclass(type(o), Optimizer) for o in gc.get_objects())
-        return self._optimizer_exists
+
+class _OptimizerSearch:
+    """Is this gradient accumulation, or is there nothing that will ever step?
+
+    Answered by going through all objects of the process, so not often: an optimizer that is found stays found,
+    and none is looked for again only after twice as many questions as before.
+    """
+
+    def __init__(self) -> None:
+        self.found_in_backward = False
+        self._found = False
+        self._questions = 0
+        self._next = 1
+
+    def exist(self) -> bool:
+        """Whether there is an optimizer other than those that step inside of backward."""
+        if self.found_in_backward or self._found:
+            return self._found and not self.found_in_backward
+        self._questions += 1
+        if self._questions >= self._next:
+            self._next = 2 * self._questions
+            # Not isinstance: it would run the properties of lazy objects.
+            self._found = any(issubclass(type(o), Optimizer) for o in gc.get_objects())
+        return self._found
+
+    def look_again(self) -> None:
+        """Look at the next question, be it early or late."""
+        self._next = self._questions

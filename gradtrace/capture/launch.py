@@ -21,14 +21,21 @@ class Launch:
         world_size = _number("WORLD_SIZE", 1)
         if world_size < 2:
             return cls(world_size=1)
-        parts = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-        # A static launch calls itself "none"; its processes still share the address they meet at.
         return cls(
             rank=_number("RANK", 0),
             world_size=world_size,
             attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
-            run_id="-".join(part for part in parts if part) or None,
+            run_id=_shared_id(world_size),
         )
+
+
+def _shared_id(world_size: int) -> str:
+    """Return what the processes of this launch, and of no other, have in common."""
+    parts = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
+    if _number("LOCAL_WORLD_SIZE", world_size) == world_size:
+        # All on this machine, started by one parent: launches on the same address are still told apart.
+        parts.append(str(os.getppid()))
+    return "-".join(part for part in parts if part) or "launch"
 
 
 def _number(name: str, default: int) -> int:

@@ -25,6 +25,8 @@ _SAFE_SMALLEST = 1e-12
 """Smallest largest-magnitude whose squares float32 still holds with its full precision."""
 _DOT_FROM = 32_768
 """Number of elements from which ``dot`` beats ``vector_norm`` on the CPU."""
+_SCALAR = torch.Size([])
+_HOST = torch.device("cpu")
 _SPARSE_VALUES = {
     torch.sparse_coo: Tensor._values,
     torch.sparse_csr: Tensor.values,
@@ -60,16 +62,27 @@ class Measure:
         "shape",
     )
 
-    def __init__(self, tensor: Tensor, numel: int) -> None:
-        self.dtype = tensor.dtype
-        self.shape = tensor.shape
-        self.device = tensor.device
+    def __init__(self, dtype: torch.dtype, shape: torch.Size, device: torch.device, numel: int) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.device = device
         self.numel = numel
         self.nan = self.posinf = self.neginf = 0
         self.min: float | None = None
         self.max: float | None = None
         self.norm: float | None = None
         self.pending = False
+
+    @classmethod
+    def of_number(cls, value: float) -> Measure:
+        """Return the measure of a Python number, such as a learning rate."""
+        measure = cls(torch.float64, _SCALAR, _HOST, 1)
+        if math.isfinite(value):
+            measure.min = measure.max = value
+            measure.norm = abs(value)
+        else:
+            measure.nan, measure.posinf, measure.neginf = int(value != value), int(value > 0), int(value < 0)
+        return measure
 
     @property
     def finite(self) -> bool:
@@ -109,11 +122,11 @@ class Statistics:
                 of a functorch transform, types without order.
         """
         values = _values_of(tensor)
-        measure = Measure(tensor, values.numel())
+        measure = Measure(tensor.dtype, tensor.shape, tensor.device, values.numel())
         if measure.numel == 0:
             return measure
         is_integer = values.dtype in _INTEGER_TYPES
-        if self._on_device if self._on_device is not None else values.device.type != "cpu":
+        if self.waits(values):
             numbers = _device_extremes(values) if is_integer else _device_numbers(values)
             self._pending.append((measure, numbers))
             measure.pending = True
@@ -123,6 +136,27 @@ class Statistics:
         else:
             _fill_float(measure, values)
         return measure
+
+    def waits(self, tensor: Tensor) -> bool:
+        """Whether the numbers of ``tensor`` stay on its device until ``resolve``."""
+        return tensor.device.type != "cpu" if self._on_device is None else self._on_device
+
+    def all_finite(self, tensor: Tensor) -> bool:
+        """Whether no element is NaN or infinite; one fast pass, and a wait if the device is not the CPU.
+
+        Raises:
+            Unmeasurable: see ``measure``.
+        """
+        values = _values_of(tensor)
+        if values.numel() == 0 or values.dtype in _INTEGER_TYPES:
+            return True
+        low, high = torch.aminmax(values)
+        return math.isfinite(low.item()) and math.isfinite(high.item())
+
+    @property
+    def waiting(self) -> int:
+        """How many measures wait for ``resolve``."""
+        return len(self._pending)
 
     def resolve(self) -> None:
         """Fill in all measures that were taken on an accelerator: one copy to the host a device."""
@@ -158,13 +192,19 @@ def _values_of(tensor: Tensor) -> Tensor:
     if tensor.is_nested:
         raise Unmeasurable("nested tensor")
     if tensor.is_complex():
-        return tensor.abs()
+        return _magnitudes(tensor)
     if tensor.is_floating_point():
         # Eight-bit floats have no kernels of their own.
         return tensor.float() if tensor.dtype.itemsize == 1 else tensor
     if tensor.dtype in _INTEGER_TYPES:
         return tensor.long() if tensor.dtype.is_signed is False and tensor.dtype.itemsize > 1 else tensor
     raise Unmeasurable(f"{str(tensor.dtype).removeprefix('torch.')} tensor")
+
+
+def _magnitudes(tensor: Tensor) -> Tensor:
+    # In its own precision the magnitude of a finite element may be infinite.
+    own_precision = tensor.dtype is torch.complex128 or tensor.device.type == "mps"
+    return tensor.abs() if own_precision else tensor.to(torch.complex128).abs()
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -38,14 +38,14 @@ def parts_of(path: Path) -> Path:
     return path.with_name(path.name + ".parts")
 
 
-def part_file(directory: Path, index: int) -> Path:
-    """Return where piece ``index`` stands once it is encoded."""
-    return directory / f"part-{index:06d}.parquet"
-
-
 def journal_file(directory: Path, index: int) -> Path:
     """Return where piece ``index`` stands until it is encoded."""
     return directory / f"journal-{index:06d}.arrow"
+
+
+def part_of(journal: Path) -> Path:
+    """Return where a journal's rows stand once they are encoded."""
+    return journal.with_name(journal.stem.replace("journal", "part") + ".parquet")
 
 
 def pieces(directory: Path) -> list[Path]:
@@ -60,7 +60,8 @@ def pieces(directory: Path) -> list[Path]:
 
 def encode(directory: Path, index: int) -> None:
     """Turn journal ``index`` into a Parquet part."""
-    journal, part = journal_file(directory, index), part_file(directory, index)
+    journal = journal_file(directory, index)
+    part = part_of(journal)
     temporary = part.with_suffix(".tmp")
     pq.write_table(read_journal(journal).unify_dictionaries(), temporary, row_group_size=ROWS_PER_GROUP, **_PARQUET)
     temporary.replace(part)

@@ -368,6 +368,31 @@ def test_a_module_that_was_left_out_remains_a_candidate(tmp_path: Path) -> None:
     assert [candidate.module for candidate in verdict.candidates] == ["fc1"]
 
 
+def test_a_buffer_that_is_bad_at_the_end_of_the_step_may_have_been_so_before(tmp_path: Path) -> None:
+    rows = _run()
+    forward(rows, act=NAN, fc2_in=NAN, fc2=NAN, out=NAN)
+    _fatal_loss(rows)
+    rows.add("optimizer", "act", "buffer", "running_var", **NAN)
+    verdict = _verdict(tmp_path, rows)
+    assert _answer(verdict) == (2, "forward", "act", "output")
+    assert [(c.phase, c.module, c.tensor) for c in verdict.candidates] == [("parameter", "act", "buffer")]
+
+
+def test_a_bad_gradient_elsewhere_leaves_a_second_reading(tmp_path: Path) -> None:
+    rows = _run()
+    rows.add("input", "", "input")
+    for name, bad in (("left", INF), ("right", {})):  # the root's own code takes what both return
+        rows.add("forward", name, "input")
+        rows.add("forward", name, "output", **bad)
+    rows.add("forward", "", "output")
+    rows.add("backward", "right", "grad_output")
+    rows.add("backward", "right", "grad_input", **NAN)
+    rows.add("backward", "right", "grad", "weight", **NAN)
+    verdict = _verdict(tmp_path, rows)
+    assert _answer(verdict) == (2, "forward", "left", "output")
+    assert [(c.phase, c.module, c.tensor) for c in verdict.candidates] == [("backward", "right", "grad_input")]
+
+
 def test_context_and_history_are_the_records_before_and_the_steps_before(tmp_path: Path) -> None:
     rows = _run(steps=7)
     forward(rows, fc2=NAN, out=NAN)

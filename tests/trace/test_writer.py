@@ -212,7 +212,7 @@ def test_a_killed_process_is_not_alive_even_before_it_is_reaped(tmp_path):
     with open_run(tmp_path / "run.parquet") as run:
         assert run.end == "running"
     process.send_signal(signal.SIGKILL)
-    process.stdout.read()  # its end is the end of the process; it has not been waited for
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     with open_run(tmp_path / "run.parquet") as run:
         assert run.end == "killed"
     process.stdout.close()
