@@ -45,6 +45,8 @@ _COLUMNS = ", ".join(
 def native_connection(parquet: Sequence[str], journals: pa.Table) -> duckdb.DuckDBPyConnection:
     """Return a connection with the view ``records`` over Parquet files and rows from journals."""
     connection = duckdb.connect()
+    # A verdict asks some twenty questions of one file: its footer is read once.
+    connection.execute("SET parquet_metadata_cache = true")
     files = ", ".join(_quoted(glob.escape(path)) for path in parquet)
     _add_records(connection, f"read_parquet([{files}])" if parquet else None, journals)
     return connection

@@ -22,11 +22,16 @@ CASE
     ELSE finite
 END;
 
+-- The norm of all gradients, as clip_grad_norm_ would see it: nan or inf as soon as one element is.
 CREATE VIEW steps AS
 WITH last_grads AS (
     SELECT rank, step, module, path, arg_max(norm, seq) AS norm
-    FROM records
-    WHERE tensor = 'grad'
+    FROM (
+        SELECT rank, step, module, path, seq,
+            scalar_value(nan_count, posinf_count + neginf_count, 0, norm) AS norm
+        FROM records
+        WHERE tensor = 'grad'
+    )
     GROUP BY rank, step, module, path
 ),
 grad_norms AS (

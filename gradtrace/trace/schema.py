@@ -142,9 +142,11 @@ def batch_of_columns(columns: dict[str, list[Any]]) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays(arrays, schema=ARROW_SCHEMA)
 
 
-def _array(values: list[Any] | pa.Array, kind: pa.DataType) -> pa.Array:
+def _array(values: list[Any] | pa.Array[Any], kind: pa.DataType) -> pa.Array[Any]:
     if isinstance(values, pa.Array):
         return values
     if pa.types.is_dictionary(kind):
-        return pa.array(values, kind.value_type).dictionary_encode()
-    return pa.array(values, kind)
+        words: pa.Array[Any] = pa.array(values, kind.value_type)
+        return words.dictionary_encode()
+    array: pa.Array[Any] = pa.array(values, kind)
+    return array

@@ -314,7 +314,7 @@ def test_the_steps_view(run):
     rows = both(run, "SELECT * EXCLUDE (time) FROM steps ORDER BY step")
     assert repr(rows) == repr(
         [
-            (0, 0, 2, 9, 1, 1, 1, 4.0, 5.0, 0.1, 65536.0, False),
+            (0, 0, 2, 9, 1, 1, 1, 4.0, math.nan, 0.1, 65536.0, False),
             (0, 1, 1, 1, 1, 0, 0, math.nan, None, None, None, True),
             (0, 2, 1, 1, 0, 0, 1, -math.inf, None, None, None, False),
             (0, 3, 1, 1, 0, 1, 0, math.inf, None, None, None, False),
@@ -424,3 +424,21 @@ def test_opening_imports_neither_torch_nor_pandas(tmp_path):
     """
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert (out.stdout, out.stderr) == ("[]\n", "")
+
+
+def test_the_gradient_norm_of_a_step_with_a_bad_gradient_is_not_finite(tmp_path):
+    kept = {"phase": "backward", "tensor": "grad", "module": "fc", "numel": 4, "neginf_count": 0}
+    path = tmp_path / "run.parquet"
+    write_run(
+        path,
+        [
+            Record(step=0, seq=0, path="weight", nan_count=0, posinf_count=0, norm=3.0, **kept),
+            Record(step=0, seq=1, path="bias", nan_count=0, posinf_count=0, norm=4.0, **kept),
+            Record(step=1, seq=2, path="weight", nan_count=0, posinf_count=0, norm=3.0, **kept),
+            Record(step=1, seq=3, path="bias", nan_count=4, posinf_count=0, norm=None, **kept),
+            Record(step=2, seq=4, path="weight", nan_count=0, posinf_count=1, norm=3.0, **kept),
+        ],
+    )
+    with open_run(path) as opened:
+        norms = [row[0] for row in opened.sql("SELECT grad_norm FROM steps ORDER BY step").rows]
+    assert repr(norms) == "[5.0, nan, inf]"
