@@ -7,6 +7,8 @@ no torch.
 from __future__ import annotations
 
 import importlib
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -29,6 +31,22 @@ _HOME = {
 }
 
 __all__ = ["__version__", *sorted(_HOME)]
+
+
+class _Package(ModuleType):
+    """Keeps ``gradtrace.trace`` the function: importing the subpackage of that name would put itself there."""
+
+    @property
+    def trace(self) -> Any:
+        """The function of the public interface."""
+        return __getattr__("trace")
+
+    @trace.setter
+    def trace(self, value: object) -> None:
+        """Ignore the subpackage; ``import`` finds it without this."""
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -17,11 +17,31 @@ from torch import Tensor
 
 from gradtrace.capture.boundaries import Found
 from gradtrace.capture.calls import Frame
-from gradtrace.capture.graph import Entrance, GraphMap, edge_of, sequence_number
+from gradtrace.capture.graph import Entrance, GraphMap, sequence_number
 from gradtrace.capture.names import ModuleEntry
+from gradtrace.capture.patching import Patch
 from gradtrace.capture.session import Session, quiet
 
 Arrived = Sequence[Tensor | None]
+
+
+_engine = Patch(torch.autograd, "_engine_run_backward")
+
+_LOST_VIEW = "gradient of a view whose base was changed in place"
+
+
+class _Thread(threading.local):
+    """The graph of the forward pass that one thread is in."""
+
+    def __init__(self) -> None:
+        self.map = GraphMap()
+
+
+class _Depth(threading.local):
+    """Whether a thread is inside of a backward pass; one that runs in it (checkpointing) is part of it."""
+
+    def __init__(self) -> None:
+        self.inside = False
 
 
 class Watched:
@@ -59,13 +79,16 @@ class _Place:
 
 
 class _Sum:
-    """A gradient that reaches an input over several edges of one call, until all of them have been seen."""
+    """A call's contribution to an input's gradient, which may flow over several edges.
 
-    __slots__ = ("missing", "place", "total")
+    ``missing`` counts down the edges that the backward pass in flight has not been over yet.
+    """
+
+    __slots__ = ("edges", "missing", "place", "total")
 
     def __init__(self, place: _Place, edges: int) -> None:
         self.place = place
-        self.missing = edges
+        self.edges = self.missing = edges
         self.total: Tensor | None = None
 
 
@@ -74,32 +97,31 @@ class GraphGradients:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._watched: list[Watched] = []
         self._partial: list[_Sum] = []
+        self._on_arrival = session.guarded(self._arrived)
+        self._on_leaving = session.guarded(self._left)
+        self._on_departure = session.guarded(self._departed)
         self.visits = 0
 
-    def call_begins(self, frame: Frame, outermost: Frame) -> None:
+    def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None:
         """Take the inputs' edges before an in-place operation can move them."""
+        if grad_mode:
+            try:
+                frame.input_edges = self._thread.map.edges_of(inputs)
+            except RuntimeError:
+                self._session.unmeasured[_LOST_VIEW] += 1
         frame.start = sequence_number()
-        if torch.is_grad_enabled():
-            frame.input_edges = self._map().edges_of(frame.inputs)
-        frame.inputs = []
 
     def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None:
         """Put hooks on the nodes over which the call's gradients enter and leave."""
-        arrivals: dict[Any, list[tuple[int, str]]] = {}
-        for path, tensor in outputs:
-            edge = edge_of(tensor) if tensor.grad_fn is not None else None
-            # Neither an input handed through nor a tensor made before the call is this call's boundary.
-            if edge is None or edge in frame.input_edges or edge[0]._sequence_nr() < frame.start:
-                continue
-            arrivals.setdefault(edge[0], []).append((edge[1], path))
+        arrivals = self._made_here(frame, outputs)
         if not arrivals:
             return
-        graph = self._map()
+        graph = self._thread.map
         before = graph.visits
-        entrances = graph.entrances(list(arrivals), frame.input_edges, frame.start)
+        entrances, certain = graph.entrances(list(arrivals), frame.input_edges, frame.start)
         self.visits += graph.visits - before
         if not frame.entry.selected:
             return
@@ -107,47 +129,55 @@ class GraphGradients:
             outermost.watched = Watched()
             if outermost.phase == "forward":
                 self._watched.append(outermost.watched)
-        self._watch_outputs(frame, outermost.watched, arrivals, graph)
-        self._watch_inputs(frame, outermost.watched, entrances)
+        for node, numbers in arrivals.items():
+            places = [(number, _Place(frame, path, outermost.watched)) for number, path in numbers]
+            graph.on_arrival(node, functools.partial(self._on_arrival, places))
+        self._watch_inputs(frame, outermost.watched, entrances, certain)
 
     def outermost_ended(self) -> None:
         """Drop the nodes of the pass."""
-        self._map().clear()
+        self._thread.map.clear()
 
     def backward_ended(self) -> None:
         """Record the sums of which some edges were not part of the pass."""
         partial, self._partial = self._partial, []
         for total in partial:
-            if total.missing and total.total is not None:
-                self._record(total.place, "grad_input", total.total)
-            total.total = None
+            self._complete(total)
 
     def never_fired(self) -> int:
         """Return how many boundaries of the step no gradient reached, and start counting anew."""
         watched, self._watched = self._watched, []
         return sum(w.never_fired for w in watched)
 
-    def _map(self) -> GraphMap:
-        graph: GraphMap | None = getattr(self._thread, "map", None)
-        if graph is None:
-            graph = self._thread.map = GraphMap()
-        return graph
+    def _made_here(self, frame: Frame, outputs: Found) -> dict[Any, list[tuple[int, str]]]:
+        """Return the nodes that made the outputs inside of the call, with the outputs' numbers and paths."""
+        arrivals: dict[Any, list[tuple[int, str]]] = {}
+        for path, tensor in outputs:
+            try:
+                node = tensor.grad_fn
+            except RuntimeError:
+                self._session.unmeasured[_LOST_VIEW] += 1
+                continue
+            # Neither a leaf, nor an input handed through, nor a tensor made before is this call's boundary.
+            if node is None or node._sequence_nr() < frame.start or (node, tensor.output_nr) in frame.input_edges:
+                continue
+            arrivals.setdefault(node, []).append((tensor.output_nr, path))
+        return arrivals
 
-    def _watch_outputs(
-        self, frame: Frame, watched: Watched, arrivals: dict[Any, list[tuple[int, str]]], graph: GraphMap
-    ) -> None:
-        for node, outputs in arrivals.items():
-            places = [(number, _Place(frame, path, watched)) for number, path in outputs]
-            graph.on_arrival(node, self._session.guarded(functools.partial(self._arrived, places)))
-
-    def _watch_inputs(self, frame: Frame, watched: Watched, entrances: list[Entrance]) -> None:
+    def _watch_inputs(self, frame: Frame, watched: Watched, entrances: list[Entrance], certain: bool) -> None:
         edges = Counter(entrance.path for entrance in entrances)
         sums = {path: _Sum(_Place(frame, path, watched), count) for path, count in edges.items()}
         by_node: dict[Any, list[tuple[int, _Sum]]] = defaultdict(list)
-        for entrance in entrances:
-            by_node[entrance.source].append((entrance.index, sums[entrance.path]))
+        for source, index, path, target in entrances:
+            total = sums[path]
+            by_node[source].append((index, total))
+            if not certain and edges[path] > 1:
+                edges[path] = 1  # once is enough
+                self._thread.map.before_arrival(target[0], functools.partial(self._on_departure, total))
         for node, targets in by_node.items():
-            node.register_hook(self._session.guarded(functools.partial(self._left, targets)))
+            node.register_hook(functools.partial(self._on_leaving, targets))
+
+    # What the hooks call ------------------------------------------------------------------------------------
 
     def _arrived(self, places: list[tuple[int, _Place]], gradients: Arrived) -> None:
         for number, place in places:
@@ -158,22 +188,30 @@ class GraphGradients:
     def _left(self, targets: list[tuple[int, _Sum]], gradients: Arrived, _: Arrived) -> None:
         for index, total in targets:
             gradient = gradients[index]
-            total.missing -= 1
-            if total.missing == 0 and total.total is None:
-                if gradient is not None:
-                    self._record(total.place, "grad_input", gradient)
-            else:
+            if total.edges > 1:
                 self._add(total, gradient)
+            elif gradient is not None:
+                self._record(total.place, "grad_input", gradient)
 
     def _add(self, total: _Sum, gradient: Tensor | None) -> None:
+        if total.missing == total.edges:
+            self._partial.append(total)
+        total.missing -= 1
         if gradient is not None:
             with quiet():
                 total.total = gradient if total.total is None else total.total + gradient
-        if total.missing == 0 and total.total is not None:
-            self._record(total.place, "grad_input", total.total)
-            total.total = None
-        elif total not in self._partial:
-            self._partial.append(total)
+        if total.missing == 0:
+            self._complete(total)
+
+    def _departed(self, total: _Sum, _: Arrived) -> None:
+        self._complete(total)
+
+    def _complete(self, total: _Sum) -> None:
+        """Record what has been summed up in this pass, if anything is left, and be ready for the next pass."""
+        gradient, total.total = total.total, None
+        total.missing = total.edges
+        if gradient is not None:
+            self._record(total.place, "grad_input", gradient)
 
     def _record(self, place: _Place, tensor: str, gradient: Tensor) -> None:
         place.watched.fired.add(place.number)
@@ -201,35 +239,35 @@ class BackwardWatch:
         self._on_end = session.guarded(on_end)
         self._begin = session.guarded(self._backward_starts)
         self._record_returned = session.guarded(self._record_gradients_of_grad)
-        self._thread = threading.local()
-        self._original: Callable[..., Any] | None = None
+        self._thread = _Depth()
 
     def install(self) -> None:
         """Stand in for the function through which all backward passes run."""
-        original = self._original = torch.autograd._engine_run_backward
+        _engine.add(self._around)
+
+    def remove(self) -> None:
+        """Let passes run as before."""
+        _engine.remove(self._around)
+
+    def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        thread = self._thread
 
         def _engine_run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            depth = getattr(self._thread, "depth", 0)
-            if depth or not self._session.active:
+            if thread.inside or not self._session.active:
                 return original(outputs, *args, **kwargs)
             accumulating = bool(kwargs.get("accumulate_grad", False))
             self._begin(outputs, accumulating)
-            self._thread.depth = depth + 1
+            thread.inside = True
             try:
                 result = original(outputs, *args, **kwargs)
             finally:
-                self._thread.depth = depth
+                thread.inside = False
                 self._on_end(accumulating)
             if not accumulating:
                 self._record_returned(args, kwargs, result)
             return result
 
-        torch.autograd._engine_run_backward = self._replacement = _engine_run_backward  # type: ignore[assignment]
-
-    def remove(self) -> None:
-        """Put torch's own function back, unless somebody has wrapped ours: then ours passes calls on."""
-        if torch.autograd._engine_run_backward is self._replacement:
-            torch.autograd._engine_run_backward = self._original  # type: ignore[assignment]
+        return _engine_run_backward
 
     def _backward_starts(self, outputs: Sequence[Any], accumulating: bool) -> None:
         session = self._session

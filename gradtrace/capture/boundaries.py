@@ -8,7 +8,7 @@ path ``0``, as if it were a tuple of one, which is how torch's own hooks see it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 Found = list[tuple[str, Tensor]]
 
 _DEEPEST = 12
-"""Nesting beyond this is a cycle or no batch."""
+"""Nesting beyond this is no batch."""
 
 
 def tensors_in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
@@ -26,12 +26,12 @@ def tensors_in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found
         if isinstance(value, Tensor):
             found.append((str(index), value))
         elif value is not None:
-            _collect(value, str(index), found, 0)
+            _collect(value, str(index), found, ())
     for name, value in kwargs.items():
         if isinstance(value, Tensor):
             found.append((name, value))
         elif value is not None:
-            _collect(value, name, found, 0)
+            _collect(value, name, found, ())
     return found
 
 
@@ -40,25 +40,28 @@ def tensors_in_result(result: Any) -> Found:
     if isinstance(result, Tensor):
         return [("0", result)]
     found: Found = []
-    _collect(result, "", found, 0)
+    _collect(result, "", found, ())
     return found
 
 
-def _collect(value: Any, path: str, found: Found, depth: int) -> None:
+def _collect(value: Any, path: str, found: Found, containers: tuple[Any, ...]) -> None:
+    """Add the tensors in ``value``; ``containers`` are those that it lies in, outermost first."""
     if isinstance(value, Tensor):
         found.append((path, value))
         return
-    if depth > _DEEPEST or value is None or isinstance(value, (str, bytes, int, float)):
+    if value is None or isinstance(value, (str, bytes, int, float)):
+        return
+    if len(containers) > _DEEPEST or any(container is value for container in containers):
         return
     for key, item in _items(value):
-        _collect(item, f"{path}.{key}" if path else str(key), found, depth + 1)
+        _collect(item, f"{path}.{key}" if path else str(key), found, (*containers, value))
 
 
-def _items(value: Any) -> list[tuple[Any, Any]]:
+def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if isinstance(value, (tuple, list)):
-        return list(enumerate(value))
+        return enumerate(value)
     if isinstance(value, Mapping):
-        return list(value.items())
+        return value.items()
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
-    return []
+    return ()

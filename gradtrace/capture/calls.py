@@ -17,20 +17,21 @@ from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.interception import Call
-from gradtrace.capture.names import ModuleEntry
+from gradtrace.capture.names import ModuleEntry, is_wrapper
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.session import Session, cannot_observe, quiet
 from gradtrace.capture.statistics import _INTEGER_TYPES
 
 
 class Frame:
-    """One open module call."""
+    """One open module call. ``captured`` says whether its inputs were seen: then its outputs are too."""
 
     __slots__ = (
         "call",
+        "captured",
+        "end",
         "entry",
         "input_edges",
-        "inputs",
         "is_outermost",
         "micro_step",
         "phase",
@@ -38,33 +39,40 @@ class Frame:
         "watched",
     )
 
-    def __init__(self, entry: ModuleEntry, phase: str, call: int, micro_step: int) -> None:
+    def __init__(self, entry: ModuleEntry, phase: str, call: int, micro_step: int, is_outermost: bool) -> None:
         self.entry = entry
         self.phase = phase
         self.call = call
         self.micro_step = micro_step
-        self.is_outermost = False
-        self.start = 0
-        self.inputs: Found = []
+        self.is_outermost = is_outermost
+        self.captured = False
+        self.start = self.end = 0
         self.input_edges: dict[Any, str] = {}
         self.watched: Any = None
 
 
 class Gradients(Protocol):
-    """What is done about the backward boundaries of a call."""
+    """What is done about the backward boundaries of a call; called in ``quiet``."""
 
-    def call_begins(self, frame: Frame, outermost: Frame) -> None: ...
+    def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None: ...
 
     def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None: ...
 
     def outermost_ended(self) -> None: ...
 
 
+class _Thread(threading.local):
+    """The open calls of one thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+
+
 class Calls:
     """Watches the calls of all modules of the traced roots.
 
     ``on_outermost`` is called before an outermost call is recorded: a step may end, a root's first state is
-    taken. ``admit`` makes a root of an outermost module that nobody knows, or is None when only the models
+    taken. With ``discover`` an outermost module that nobody knows becomes a root; without, only the models
     that were given are traced.
     """
 
@@ -80,10 +88,10 @@ class Calls:
         self._gradients = gradients
         self._on_outermost = on_outermost
         self._discover = discover
-        self._thread = threading.local()
+        self._thread = _Thread()
         self._counts: Counter[tuple[ModuleEntry, str]] = Counter()
         self._counted = (-1, -1)
-        self._ignored: set[int] = set()
+        self._searched: tuple[int, int] | None = None
 
     # The interception ---------------------------------------------------------------------------------------
 
@@ -114,51 +122,74 @@ class Calls:
         """Open a call; return None for one that is not watched."""
         if cannot_observe():
             return None
-        stack = self._stack()
+        stack = self._thread.stack
         entry = self._session.names.entry(module)
         if entry is None:
-            entry = self._admit(module, stack)
+            entry = self.admit(module)
             if entry is None:
                 return None
         if entry.transparent:
             return None
         if not stack:
-            self._on_outermost(entry, not torch.is_grad_enabled() and not _inside_backward())
+            self._announce(entry)
         frame = self._open(entry, stack)
         if self._session.capturing:
-            with quiet():
-                self._record_inputs(frame, args, kwargs)
-            self._gradients.call_begins(frame, stack[0])
+            try:
+                self._see_inputs(frame, args, kwargs)
+            except BaseException:
+                self._unwind(stack, frame)
+                raise
         return frame
 
     def finish(self, frame: Frame, result: Any) -> None:
         """Close a call that has returned ``result``."""
-        stack = self._stack()
+        stack = self._thread.stack
         outermost = stack[0] if stack else frame
         self._unwind(stack, frame)
-        if self._session.capturing:
-            outputs = tensors_in_result(result)
-            if frame.entry.selected:
-                with quiet():
-                    self._record_tensors(frame, "output", frame.phase, outputs)
-            self._gradients.call_returns(frame, outermost, outputs)
+        if frame.captured and self._session.capturing:
+            outputs = self._flat(tensors_in_result, result)
+            with quiet():
+                if frame.entry.selected:
+                    for path, value in outputs:
+                        self._record(frame, "output", frame.phase, path, value)
+                self._gradients.call_returns(frame, outermost, outputs)
         if not stack:
             self._gradients.outermost_ended()
 
     def abandon(self, frame: Frame) -> None:
         """Close a call that has raised."""
-        stack = self._stack()
+        stack = self._thread.stack
         self._unwind(stack, frame)
         if not stack:
             self._gradients.outermost_ended()
 
-    # Parts --------------------------------------------------------------------------------------------------
+    def admit(self, module: nn.Module) -> ModuleEntry | None:
+        """Name a module that is called for the first time: one added below a known root, or a new root."""
+        if is_wrapper(module):
+            return None
+        session = self._session
+        # A module that is made anew for each call is never found: once in a micro step is enough to see that.
+        now = session.clock.moment
+        if self._searched != now:
+            for root in session.names.roots:
+                session.names.refresh(root)
+            entry = session.names.entry(module)
+            if entry is not None:
+                return entry
+            self._searched = now
+        if module.__dict__.get("_is_replica", False):
+            session.unmeasured["call of a replica of DataParallel"] += 1
+        elif self._thread.stack:
+            session.unmeasured["call of a module that is registered nowhere in its model"] += 1
+        elif self._discover:
+            return self._new_root(module)
+        return None
 
-    def _stack(self) -> list[Frame]:
-        stack: list[Frame] | None = getattr(self._thread, "stack", None)
-        if stack is None:
-            stack = self._thread.stack = []
-        return stack
+    def innermost(self, entry: ModuleEntry) -> Frame | None:
+        """Return this thread's innermost open call of a module."""
+        return next((frame for frame in reversed(self._thread.stack) if frame.entry is entry), None)
+
+    # Parts --------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _unwind(stack: list[Frame], frame: Frame) -> None:
@@ -166,23 +197,21 @@ class Calls:
         while stack and stack.pop() is not frame:
             pass
 
-    def _admit(self, module: nn.Module, stack: list[Frame]) -> ModuleEntry | None:
-        """Name a module that is called for the first time: a new root, or one added below a known root."""
+    def _announce(self, entry: ModuleEntry) -> None:
+        # A call inside of backward recomputes one that has been announced.
+        if not _inside_backward():
+            self._on_outermost(entry, not torch.is_grad_enabled())
+
+    def _new_root(self, module: nn.Module) -> ModuleEntry | None:
         names = self._session.names
-        for frame in reversed(stack):
-            names.refresh(frame.entry.root)
-            if (entry := names.entry(module)) is not None:
-                return entry
-        if stack or not self._discover or id(module) in self._ignored:
-            return None
-        root_module, label = find_root(module)
-        if root_module is not module and names.entry(root_module) is not None:
-            root = names.entry(root_module).root  # type: ignore[union-attr]
-            names.refresh(root)
-        elif type(module).__name__ in ("DataParallel", "DistributedDataParallel") or root_module is not module:
-            names.add_root(root_module, label)
-        else:
-            names.add_root(module, label)
+        if not names.revive(module, type(module).__name__):
+            top, label = find_root(module)
+            known = names.entry(top)
+            if known is not None:
+                names.refresh(known.root)
+            elif not names.revive(top, label):
+                names.add_root(top, label)
+        self._searched = None
         return names.entry(module)
 
     def _open(self, entry: ModuleEntry, stack: list[Frame]) -> Frame:
@@ -193,41 +222,52 @@ class Calls:
             phase = stack[0].phase
         else:
             phase = "forward" if torch.is_grad_enabled() else "evaluation"
-        now = (clock.step, clock.micro_step)
+        now = clock.moment
         if self._counted != now:
             self._counts.clear()
             self._counted = now
         key = (entry, phase)
-        frame = Frame(entry, phase, self._counts[key], clock.micro_step)
+        frame = Frame(entry, phase, self._counts[key], clock.micro_step, not stack)
         self._counts[key] += 1
         entry.calls += 1
         stack.append(frame)
-        frame.is_outermost = len(stack) == 1
         return frame
 
-    def _record_inputs(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        frame.inputs = tensors_in_arguments(args, kwargs)
-        if not frame.entry.selected:
-            return
-        if frame.is_outermost and frame.phase == "forward":
-            for pair in frame.inputs:
-                computed = pair[1].requires_grad and pair[1].grad_fn is not None
-                self._record_tensors(frame, "input", "forward" if computed else "input", [pair])
-        else:
-            self._record_tensors(frame, "input", frame.phase, frame.inputs)
+    def _see_inputs(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = self._flat(tensors_in_arguments, args, kwargs)
+        grad_mode = torch.is_grad_enabled()
+        is_batch = frame.is_outermost and frame.phase == "forward"
+        with quiet():
+            if frame.entry.selected:
+                for path, value in inputs:
+                    phase = "input" if is_batch and not _is_computed(value) else frame.phase
+                    self._record(frame, "input", phase, path, value)
+            self._gradients.call_begins(frame, inputs, grad_mode=grad_mode)
+        frame.captured = True
 
-    def _record_tensors(self, frame: Frame, tensor: str, phase: str, found: Found) -> None:
-        for path, value in found:
-            if not _is_recorded(value, with_integers=frame.is_outermost and tensor == "input"):
-                continue
-            self._session.record(phase, frame.entry, tensor, path, value, call=frame.call, micro_step=frame.micro_step)
+    def _flat(self, flatten: Callable[..., Found], *nested: Any) -> Found:
+        """Flatten arguments or a result; containers may be of the user's own making, and raise."""
+        try:
+            return flatten(*nested)
+        except Exception as error:
+            self._session.unmeasured[f"{type(error).__name__} while looking into arguments or results"] += 1
+            return []
+
+    def _record(self, frame: Frame, tensor: str, phase: str, path: str, value: Tensor) -> None:
+        dtype = value.dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            # Labels and token ids; other integers and masks inside of a model are passed over.
+            from_outside = frame.is_outermost and tensor == "input" and frame.phase != "recompute"
+            if not from_outside or dtype not in _INTEGER_TYPES:
+                return
+        self._session.record(phase, frame.entry, tensor, path, value, call=frame.call, micro_step=frame.micro_step)
 
 
-def _is_recorded(value: Tensor, *, with_integers: bool) -> bool:
-    dtype = value.dtype
-    if dtype.is_floating_point or dtype.is_complex:
+def _is_computed(value: Tensor) -> bool:
+    try:
+        return value.grad_fn is not None
+    except RuntimeError:  # a view whose base was changed in place: torch knows that it had a history
         return True
-    return with_integers and dtype in _INTEGER_TYPES
 
 
 def _inside_backward() -> bool:

@@ -38,6 +38,8 @@ class Clock:
         self.by_hand = False
         self.is_over: Callable[[Optimizer], bool] = lambda optimizer: False
         """Whether an optimizer's models are gone, so that it will never step again."""
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called when a pass is about to start: the last moment to watch for gradients."""
         self._clock: _Reference | None = None
         self._others: list[_Reference] = []
         self._ticks = 0
@@ -53,6 +55,11 @@ class Clock:
     def detail(self) -> str | None:
         """What tells apart the backward passes of one micro step: None for the first, then ``pass 2``."""
         return None if self.backward_pass < 2 else f"pass {self.backward_pass}"
+
+    @property
+    def moment(self) -> tuple[int, int]:
+        """What is another one in every micro step, also where the numbers start again."""
+        return self._generation, self.micro_step
 
     @property
     def may_belong_before(self) -> bool:
@@ -84,6 +91,7 @@ class Clock:
     def backward_starts(self) -> None:
         """Note that a backward pass, of ``backward()`` or ``autograd.grad``, starts."""
         self.backward_pass += 1
+        self.on_backward()
 
     def backward_ended(self, *, accumulating: bool) -> None:
         """Note the end of a pass; ``accumulating`` is true for ``backward()``."""
@@ -163,10 +171,10 @@ class _OptimizerSearch:
 
     def exist(self) -> bool:
         """Whether there is an optimizer other than those that step inside of backward."""
-        if self.found_in_backward or self._found:
-            return self._found and not self.found_in_backward
+        if self.found_in_backward:
+            return False
         self._questions += 1
-        if self._questions >= self._next:
+        if not self._found and self._questions >= self._next:
             self._next = 2 * self._questions
             # Not isinstance: it would run the properties of lazy objects.
             self._found = any(issubclass(type(o), Optimizer) for o in gc.get_objects())

@@ -21,18 +21,20 @@ from torch import Tensor
 Edge = tuple[Any, int]
 """A gradient edge: an autograd node and the number of its input (of the forward's output)."""
 
+Callback = Callable[[Sequence[Tensor | None]], None]
+
 _LEAF_SEQUENCE = 2**64 - 1
 """Sequence number of AccumulateGrad nodes."""
 
-sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread will get."""
 
 
 class Step(NamedTuple):
-    """A way out of a call: ``source``'s edge number ``index`` leads to ``target``."""
+    """A way out of a call: ``source``'s edge number ``slot`` leads to ``target``."""
 
     source: Any
-    index: int
+    slot: int
     target: Edge
 
 
@@ -40,37 +42,59 @@ class Entrance(NamedTuple):
     """An edge over which a call's own contribution to an input's gradient flows."""
 
     source: Any
-    index: int
+    slot: int
     path: str
+    target: Edge
 
 
 def edge_of(tensor: Tensor) -> Edge | None:
-    """Return the gradient edge of a tensor, None when no gradient flows to it."""
+    """Return the gradient edge of a tensor, None when no gradient flows to it.
+
+    Raises:
+        RuntimeError: a view that torch gives up, since its base was changed in place.
+    """
     if not tensor.requires_grad:
         return None
     node = tensor.grad_fn
     if node is not None:
         return node, tensor.output_nr
-    edge = torch.autograd.graph.get_gradient_edge(tensor)
+    edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes and drops a view
     return edge.node, edge.output_nr
+
+
+class _Stop:
+    """What is to be done when gradients arrive at a node."""
+
+    __slots__ = ("arrivals", "departures")
+
+    def __init__(self) -> None:
+        self.departures: list[Callback] = []
+        self.arrivals: list[Callback] = []
+
+    def __call__(self, gradients: Sequence[Tensor | None]) -> None:
+        for callback in self.departures:
+            callback(gradients)
+        for callback in reversed(self.arrivals):
+            callback(gradients)
 
 
 class GraphMap:
     """The calls of one thread's forward pass as regions of the autograd graph.
 
-    Holds nodes of the pass in flight; ``clear`` drops them when the outermost call returns.
+    Holds nodes of the pass in flight; ``clear`` drops them when the outermost call returns. ``visits`` counts
+    the nodes that were looked at, over the run.
     """
 
     def __init__(self) -> None:
         self.visits = 0
-        self._ways_out: dict[Any, list[Step]] = {}
-        self._arrivals: dict[Any, list[Callable[[Sequence[Tensor | None]], None]]] = {}
+        self._ways_out: dict[Any, tuple[list[Step], bool]] = {}
+        self._stops: dict[Any, _Stop] = {}
         self._leaf_edges: set[Edge] = set()
 
     def clear(self) -> None:
         """Forget the nodes of the pass."""
         self._ways_out.clear()
-        self._arrivals.clear()
+        self._stops.clear()
         self._leaf_edges.clear()
 
     def edges_of(self, found: Iterable[tuple[str, Tensor]]) -> dict[Edge, str]:
@@ -84,27 +108,37 @@ class GraphMap:
                     self._leaf_edges.add(edge)
         return edges
 
-    def entrances(self, outputs: Sequence[Any], inputs: dict[Edge, str], start: int) -> list[Entrance]:
+    def entrances(self, outputs: Sequence[Any], inputs: dict[Edge, str], start: int) -> tuple[list[Entrance], bool]:
         """Return the edges that lead from inside of a call to its ``inputs``, and remember its ways out.
 
         ``outputs`` are the nodes of the call's outputs; nodes with a sequence number of at least ``start`` were
-        born inside of it.
+        born inside of it. The second result says whether every backward pass that reaches the call goes over
+        all of these edges: it need not where there are several outputs, here or in a call inside.
         """
         ways_out: dict[Step, None] = {}
+        certain = len(outputs) == 1
         seen = set(outputs)
-        stack = list(seen)
+        stack = list(outputs)
         while stack:
-            for step in self._steps_from(stack.pop()):
-                node = step.target[0]
+            node = stack.pop()
+            self.visits += 1
+            known = self._ways_out.get(node)
+            if known is None:
+                steps = _steps_from(node)
+            else:
+                steps, known_certain = known
+                certain = certain and known_certain
+            for step in steps:
+                target = step.target[0]
                 if step.target in inputs or self._leads_out(step, start):
                     ways_out[step] = None
-                elif node._sequence_nr() != _LEAF_SEQUENCE and node not in seen:
-                    seen.add(node)
-                    stack.append(node)
-        steps = list(ways_out)
+                elif target._sequence_nr() != _LEAF_SEQUENCE and target not in seen:
+                    seen.add(target)
+                    stack.append(target)
+        result = (list(ways_out), certain)
         for node in outputs:
-            self._ways_out[node] = steps
-        return [Entrance(s.source, s.index, inputs[s.target]) for s in steps if s.target in inputs]
+            self._ways_out[node] = result
+        return [Entrance(s.source, s.slot, inputs[s.target], s.target) for s in ways_out if s.target in inputs], certain
 
     def _leads_out(self, step: Step, start: int) -> bool:
         born = step.target[0]._sequence_nr()
@@ -112,26 +146,29 @@ class GraphMap:
             return step.target in self._leaf_edges
         return bool(born < start)
 
-    def _steps_from(self, node: Any) -> list[Step]:
-        self.visits += 1
-        known = self._ways_out.get(node)
-        if known is not None:
-            return known
-        edges = node.next_functions
-        return [Step(node, index, edge) for index, edge in enumerate(edges) if edge[0] is not None]
-
-    def on_arrival(self, node: Any, callback: Callable[[Sequence[Tensor | None]], None]) -> None:
+    def on_arrival(self, node: Any, callback: Callback) -> None:
         """Call ``callback`` with the gradients that arrive at ``node``; the last one added is called first.
 
         An inner call returns, and asks, before the outer one; in backward the outer one comes first.
         """
-        callbacks = self._arrivals.get(node)
-        if callbacks is None:
-            callbacks = self._arrivals[node] = []
+        self._stop(node).arrivals.append(callback)
 
-            def arrive(gradients: Sequence[Tensor | None]) -> None:
-                for callback in reversed(callbacks):
-                    callback(gradients)
+    def before_arrival(self, node: Any, callback: Callback) -> None:
+        """Call ``callback`` ahead of those of ``on_arrival``: all that lies behind ``node`` has run by then.
 
-            node.register_prehook(arrive)
-        callbacks.append(callback)
+        Nothing happens at a leaf: a hook there would outlive the pass.
+        """
+        if node._sequence_nr() != _LEAF_SEQUENCE:
+            self._stop(node).departures.append(callback)
+
+    def _stop(self, node: Any) -> _Stop:
+        stop = self._stops.get(node)
+        if stop is None:
+            stop = self._stops[node] = _Stop()
+            node.register_prehook(stop)
+        return stop
+
+
+def _steps_from(node: Any) -> list[Step]:
+    edges = node.next_functions
+    return [Step(node, index, edge) for index, edge in enumerate(edges) if edge[0] is not None]

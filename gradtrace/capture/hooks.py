@@ -6,17 +6,19 @@ against. What it cannot see, or bear, is in docs/how-it-works.md.
 
 from __future__ import annotations
 
-import weakref
+import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found
 from gradtrace.capture.calls import Calls, Frame
+from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.names import ModuleEntry, Root, walk
-from gradtrace.capture.session import Session, quiet
+from gradtrace.capture.session import Session, quiet, warn
 from gradtrace.errors import CaptureError
 
 _Gradients = Sequence[Tensor | None] | Tensor
@@ -25,11 +27,13 @@ _Gradients = Sequence[Tensor | None] | Tensor
 class NoGradients:
     """Stands in where torch's hooks take care of the backward boundaries."""
 
-    def call_begins(self, frame: Frame, outermost: Frame) -> None:
-        """Nothing to take."""
+    def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None:
+        """Note where in the autograd graph the call begins: by that its gradients are told apart."""
+        frame.start = sequence_number()
 
     def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None:
-        """Nothing to hook."""
+        """Note where it ends."""
+        frame.end = sequence_number()
 
     def outermost_ended(self) -> None:
         """Nothing to drop."""
@@ -41,82 +45,96 @@ class ModuleHooks:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._handles: list[Any] = []
-        self._hooked: set[int] = set()
-        self._open: dict[int, list[Frame]] = defaultdict(list)
+        self._hooked: dict[ModuleEntry, int] = {}
+        self._forward_only: dict[Root, bool] = {}
         self._returned: dict[ModuleEntry, list[Frame]] = defaultdict(list)
+        self._warned = False
 
     def register(self, root: Root, calls: Calls) -> None:
-        """Hook every module below ``root``.
+        """Hook every module below ``root`` that has no hooks yet.
 
-        Raises:
-            CaptureError: a module works in place, which torch's full backward hooks do not allow.
+        Where a module works in place, torch's full backward hooks would make the training fail: this root
+        gets forward hooks only, and a warning says so.
         """
         top = root.ref()
-        if top is None or id(root) in self._hooked:
+        if top is None:
             return
-        refuse_in_place(top)
-        self._hooked.add(id(root))
+        self._session.names.refresh(root)
+        if root not in self._forward_only:
+            self._forward_only[root] = self._cannot_bear(top)
         for _, module in walk(top):
             entry = self._session.names.entry(module)
-            if entry is not None and not entry.transparent:
+            if entry is not None and not entry.transparent and self._hooked.get(entry) != entry.key:
+                self._hooked[entry] = entry.key
                 self._hook(module, entry, calls)
 
+    def _cannot_bear(self, top: nn.Module) -> bool:
+        try:
+            refuse_in_place(top)
+        except CaptureError as error:
+            self._session.unmeasured["model without backward boundaries: a module works in place"] += 1
+            warn(f"{error}; its backward boundaries are not recorded")
+            return True
+        return False
+
     def _hook(self, module: nn.Module, entry: ModuleEntry, calls: Calls) -> None:
-        begin = self._session.guarded(calls.begin)
-        key = id(module)
+        guarded = self._session.guarded
+        begin, register = guarded(calls.begin), guarded(self.register)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            frame = begin(module, args, kwargs)
-            if frame is not None:
-                self._open[key].append(frame)
+            if entry.is_root:
+                register(entry.root, calls)  # what has been added since
+            begin(module, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
-            if self._open[key]:
-                self._ended(self._open[key].pop(), result, calls)
+            frame = calls.innermost(entry)
+            if frame is not None:
+                self._ended(frame, result, calls)
 
-        guarded = self._session.guarded
         self._handles += [
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(guarded(after), with_kwargs=True, always_call=True),
         ]
-        if entry.selected:
-            reference = weakref.ref(entry)
+        if entry.selected and not self._forward_only[entry.root]:
             self._handles += [
-                module.register_full_backward_pre_hook(guarded(self._grad_output(reference))),
-                module.register_full_backward_hook(guarded(self._grad_input(reference))),
+                module.register_full_backward_pre_hook(guarded(self._grad_output(entry))),
+                module.register_full_backward_hook(guarded(self._grad_input(entry))),
             ]
 
     def _ended(self, frame: Frame, result: Any, calls: Calls) -> None:
-        if result is None:
+        if result is None:  # also when the call has raised
+            self._explain(sys.exc_info()[1])
             calls.abandon(frame)
             return
         calls.finish(frame, result)
-        if frame.phase in ("forward", "recompute"):
+        if frame.captured and frame.phase in ("forward", "recompute"):
             self._returned[frame.entry].append(frame)
 
-    def _grad_output(self, reference: weakref.ref[ModuleEntry]) -> Any:
+    def _explain(self, error: BaseException | None) -> None:
+        if not self._warned and isinstance(error, RuntimeError) and "BackwardHookFunction" in str(error):
+            self._warned = True
+            warn(
+                "torch raises this because of the hooks of engine='hooks': a tensor that enters or leaves a module is "
+                "changed in place, which full backward hooks cannot bear; engine='graph' can"
+            )
+
+    def _grad_output(self, entry: ModuleEntry) -> Callable[[nn.Module, _Gradients], None]:
         def arrived(module: nn.Module, gradients: _Gradients) -> None:
-            entry = reference()
-            if entry is not None:
-                frames = self._returned[entry]
-                self._record(entry, frames[-1] if frames else None, "grad_output", gradients)
+            self._record(entry, "grad_output", gradients)
 
         return arrived
 
-    def _grad_input(self, reference: weakref.ref[ModuleEntry]) -> Any:
+    def _grad_input(self, entry: ModuleEntry) -> Callable[[nn.Module, _Gradients, _Gradients], None]:
         def left(module: nn.Module, gradients: _Gradients, _: _Gradients) -> None:
-            entry = reference()
-            if entry is not None:
-                # torch does not say which call this is: in backward, the last call comes first.
-                frames = self._returned[entry]
-                self._record(entry, frames.pop() if frames else None, "grad_input", gradients)
+            self._record(entry, "grad_input", gradients)
 
         return left
 
-    def _record(self, entry: ModuleEntry, frame: Frame | None, tensor: str, gradients: _Gradients) -> None:
+    def _record(self, entry: ModuleEntry, tensor: str, gradients: _Gradients) -> None:
         session = self._session
         if not session.capturing:
             return
+        frame = self._call_of(entry)
         with quiet():
             for index, gradient in enumerate([gradients] if isinstance(gradients, Tensor) else gradients):
                 if gradient is not None:
@@ -130,6 +148,15 @@ class ModuleHooks:
                         micro_step=frame.micro_step if frame else None,
                         detail=session.clock.detail,
                     )
+
+    def _call_of(self, entry: ModuleEntry) -> Frame | None:
+        """Return the call whose backward hook is running: its node was born when that call began or ended."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return None
+        born = node._sequence_nr()
+        frames = reversed(self._returned[entry])
+        return next((frame for frame in frames if frame.start <= born <= frame.end), None)
 
     def forget_calls(self) -> None:
         """Start a new step."""

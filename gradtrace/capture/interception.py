@@ -2,13 +2,15 @@
 
 Hooks registered on module objects change a run: they cost TransformerEncoderLayer its fast path, make
 ``torch.save`` and ``torch.jit.script`` fail and follow deep copies. The class attribute does none of that. Any
-number of observers can be stacked; the last one to leave restores torch's own function.
+number of observers can be stacked; the last one to leave restores torch's own function. Where somebody else
+has wrapped ours in the meantime, ours stays below theirs: observers let calls pass once they are done.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import nn
@@ -23,31 +25,33 @@ class Observer(Protocol):
         """Return a function of (module, *args, **kwargs) that runs ``call`` and watches it."""
 
 
+@dataclass
+class _Layer:
+    """What stands in for ``below``; ``observer`` is None once it has left."""
+
+    observer: Observer | None
+    below: Call
+    call: Call
+
+
 _lock = threading.Lock()
-_observers: list[Observer] = []
-_original: Call | None = None
+_layers: list[_Layer] = []
 
 
 def add(observer: Observer) -> None:
     """Let ``observer`` see every module call of this process from now on."""
     with _lock:
-        _rebuild([*_observers, observer])
+        below = nn.Module.__call__
+        layer = _Layer(observer, below, observer.around(below))
+        _layers.append(layer)
+        nn.Module.__call__ = layer.call  # type: ignore[method-assign]
 
 
 def remove(observer: Observer) -> None:
     """Stop showing calls to ``observer``; nothing happens if it is not there."""
     with _lock:
-        _rebuild([o for o in _observers if o is not observer])
-
-
-def _rebuild(observers: list[Observer]) -> None:
-    global _original
-    if _original is None:
-        _original = nn.Module.__call__
-    _observers[:] = observers
-    call = _original
-    for observer in observers:
-        call = observer.around(call)
-    nn.Module.__call__ = call  # type: ignore[method-assign]
-    if not observers:
-        _original = None
+        for layer in _layers:
+            if layer.observer is observer:
+                layer.observer = None
+        while _layers and _layers[-1].observer is None and nn.Module.__call__ is _layers[-1].call:
+            nn.Module.__call__ = _layers.pop().below  # type: ignore[method-assign]

@@ -1,12 +1,13 @@
 """Hands finished steps to the writer and keeps the run's own counts.
 
-Rows whose numbers are still on an accelerator wait here until the next look at the device; the rest of their
-step does not wait for them.
+Rows whose numbers are still on an accelerator wait here until the next look at the device, and what comes
+after them waits too: the file is in the order of ``seq``.
 """
 
 from __future__ import annotations
 
 from datetime import datetime, timezone
+from itertools import takewhile
 
 from gradtrace.capture.rows import Row, records_that_matter
 from gradtrace.capture.session import Session
@@ -22,9 +23,12 @@ class StepLog:
     def __init__(self, session: Session, writer: RunWriter, info: RunInfo) -> None:
         self.writer = writer
         self.closed = False
+        self.busy = False
+        """Whether rows are being handed over: a signal handler must not hand over others then."""
         self._session = session
         self._info = info
         self._late: list[tuple[int, datetime, list[Row]]] = []
+        self._times: tuple[int, datetime] | None = None
         self._root_names: set[str] = set()
         self._finder = IncidentFinder(self._root_names)
         self._current: int | None = None
@@ -42,26 +46,34 @@ class StepLog:
         self._write(step, [row._replace(micro_step=row.micro_step + shift) for row in rows])
 
     def write_late(self) -> None:
-        """Write the rows that waited for their numbers."""
-        late, self._late = self._late, []
-        for step, time, rows in late:
-            self._write_now(step, time, rows)
+        """Write the rows that waited for their numbers, up to the first that still waits."""
+        self.busy = True
+        while self._late:
+            step, time, rows = self._late.pop(0)
+            ready = list(takewhile(lambda row: not row.pending, rows))
+            if len(ready) < len(rows):
+                self._late.insert(0, (step, time, rows[len(ready) :]))
+            self._write_now(step, time, [row for row in ready if row.matters])
+            if len(ready) < len(rows):
+                break
+        self.busy = False
 
     def _write(self, step: int, rows: list[Row]) -> None:
         if not rows:
             return
         self._session.names.freeze()
-        time = datetime.now(timezone.utc)
-        ready = [row for row in rows if row.measure is None or not row.measure.pending]
-        waiting = [row for row in rows if row.measure is not None and row.measure.pending]
-        if not any(row.measure is not None and row.measure.pending for _, _, late in self._late for row in late):
-            self.write_late()
-        if ready:
-            self._write_now(step, time, ready)
-        if waiting:
-            self._late.append((step, time, waiting))
+        self._late.append((step, self._time_of(step), rows))
+        self.write_late()
+
+    def _time_of(self, step: int) -> datetime:
+        """Return the time at which a step ended; what is added to it later has the same."""
+        if self._times is None or self._times[0] != step:
+            self._times = (step, datetime.now(timezone.utc))
+        return self._times[1]
 
     def _write_now(self, step: int, time: datetime, rows: list[Row]) -> None:
+        if not rows:
+            return
         self.writer.write(self._session.rows.batch(rows, step, time))
         self._info.records += len(rows)
         if step != self._current:
@@ -88,19 +100,26 @@ class StepLog:
         self._finder.add_step(self._current, self._matters, skipped=self._skipped)
         self._matters, self._skipped = [], False
 
-    def close(self, end: str, *, quickly: bool) -> None:
-        """Finish the file."""
-        self.closed = True
+    def complete_info(self) -> None:
+        """Fill in what is known of the run when it ends."""
         self._finish_step()
         info, session = self._info, self._session
-        session.names.freeze()
         info.incidents = len(self._finder.incidents)
-        info.modules = session.names.module_table()
         info.unmeasured = dict(session.unmeasured)
+        session.names.freeze()
+        info.modules = session.names.module_table()
         info.notes += [f"pattern {pattern!r} matched no module" for pattern in session.names.unmatched_patterns()]
-        info.end = end
-        info.finished = datetime.now(timezone.utc).isoformat()
+
+    def close(self, end: str, *, quickly: bool) -> None:
+        """Finish the file.
+
+        Raises:
+            OSError: it cannot be written; what was written before can be read.
+        """
+        self.closed = True
+        self._info.end = end
+        self._info.finished = datetime.now(timezone.utc).isoformat()
         if quickly:
-            self.writer.close_parts(info)
+            self.writer.close_parts(self._info)
         else:
-            self.writer.finish(info)
+            self.writer.finish(self._info)

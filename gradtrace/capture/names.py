@@ -32,6 +32,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether the module is one of torch's wrappers, which have no name of their own."""
+    return _wrapped_child(module) is not None
+
+
 def _wrapped_child(module: nn.Module) -> nn.Module | None:
     attribute = _WRAPPED_AS.get(type(module).__name__)
     if attribute is None or not type(module).__module__.startswith("torch."):
@@ -41,33 +46,52 @@ def _wrapped_child(module: nn.Module) -> nn.Module | None:
 
 
 class Root:
-    """An outermost module with all that lies below it. ``label`` names it where a run has several."""
+    """An outermost module with all that lies below it. ``label`` names it where a run has several.
 
-    def __init__(self, module: nn.Module, label: str) -> None:
+    ``wanted`` is the label that was asked for; another root may have had it before.
+    """
+
+    def __init__(self, module: nn.Module, label: str, wanted: str) -> None:
         self.label = label
+        self.wanted = wanted
         self.prefix: str | None = None
+        self.kind = type(module)
         self.ref = weakref.ref(module)
-        self.owns_parameters = next(module.parameters(), None) is not None
+        self._owns_parameters = next(module.parameters(), None) is not None
+        self.entries: dict[tuple[str, bool], ModuleEntry] = {}
 
     @property
     def name(self) -> str:
         """The root's own name, '' where it is the only one that owns parameters."""
         return self.label if self.prefix is None else self.prefix
 
+    @property
+    def owns_parameters(self) -> bool:
+        """Whether it has, or has had, a parameter: some make theirs in the first call."""
+        module = self.ref()
+        if not self._owns_parameters and module is not None:
+            self._owns_parameters = next(module.parameters(), None) is not None
+        return self._owns_parameters
+
 
 class ModuleEntry:
     """A module that has been given a name, and whether it is to be recorded."""
 
-    __slots__ = ("calls", "info", "is_root", "local", "ref", "root", "selected", "transparent")
+    __slots__ = ("calls", "info", "is_root", "key", "local", "ref", "root", "selected", "transparent")
 
     def __init__(self, module: nn.Module, root: Root, local: str, selected: bool) -> None:
-        self.ref = weakref.ref(module)
         self.root = root
         self.local = local
         self.selected = selected
         self.is_root = local == ""
-        self.transparent = _wrapped_child(module) is not None
+        self.transparent = is_wrapper(module)
         self.calls = 0
+        self.point_to(module)
+
+    def point_to(self, module: nn.Module) -> None:
+        """Stand for ``module``, which may have taken the place of another one."""
+        self.key = id(module)
+        self.ref = weakref.ref(module)
         self.info = _describe(module)
 
     @property
@@ -116,12 +140,25 @@ class Names:
         unique = next(
             name for name in (label, *(f"{label}_{n}" for n in range(2, len(taken) + 3))) if name not in taken
         )
-        root = Root(module, unique)
+        root = Root(module, unique, label)
         self.roots.append(root)
         if self._frozen:
             root.prefix = self._prefix(root)
         self.refresh(root)
         return root
+
+    def revive(self, module: nn.Module, label: str) -> bool:
+        """Let ``module`` take the place of a root of its kind and label that is no more; say whether there was one.
+
+        A criterion that is made anew in each step is one root, not a thousand.
+        """
+        for root in self.roots:
+            if root.ref() is None and root.kind is type(module) and root.wanted == label:
+                root.ref = weakref.ref(module)
+                self._parameters = {k: e for k, e in self._parameters.items() if e.ref() is not None}
+                self.refresh(root)
+                return True
+        return False
 
     def refresh(self, root: Root) -> None:
         """Name what has been added below ``root`` since it was named."""
@@ -129,14 +166,23 @@ class Names:
         if top is None:
             return
         for local, module in walk(top):
-            entry = self.entry(module)
-            if entry is None:
-                entry = ModuleEntry(module, root, local, self._selected(root, local))
-                self._modules[id(module)] = entry
-                self._history.append(entry)
+            entry = self.entry(module) or self._name(module, root, local)
             for name, parameter in module._parameters.items():
                 if parameter is not None and self.parameter(parameter) is None:
                     self._parameters[id(parameter)] = TensorEntry(parameter, entry, name, "param")
+
+    def _name(self, module: nn.Module, root: Root, local: str) -> ModuleEntry:
+        place = (local, is_wrapper(module))
+        entry = root.entries.get(place)
+        if entry is None:
+            entry = root.entries[place] = ModuleEntry(module, root, local, self._selected(root, local))
+            self._history.append(entry)
+        else:
+            if self._modules.get(entry.key) is entry:
+                del self._modules[entry.key]
+            entry.point_to(module)
+        self._modules[id(module)] = entry
+        return entry
 
     def freeze(self) -> None:
         """Decide the prefixes: the only root that owns parameters goes without one."""
@@ -187,7 +233,9 @@ class Names:
         for entry in self._history:
             if entry.transparent:
                 continue
-            info = entry.info
+            module, info = entry.ref(), entry.info
+            if module is not None:
+                info.parameters = _shapes(module)  # those of a lazy module are known after its first call
             info.name, info.root, info.calls = entry.name, entry.is_root, entry.calls
             info.depth = 0 if entry.is_root else entry.local.count(".") + 1
             table.append(info)
@@ -229,12 +277,15 @@ def walk(top: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _describe(module: nn.Module) -> ModuleInfo:
     file, line = _source_of(type(module))
-    shapes = {
-        key: str(list(value.shape)) if hasattr(value, "shape") else ""
-        for key, value in module._parameters.items()
-        if value is not None and not nn.parameter.is_lazy(value)
+    return ModuleInfo(name="", type=type(module).__name__, file=file, line=line, parameters=_shapes(module))
+
+
+def _shapes(module: nn.Module) -> dict[str, str]:
+    return {
+        name: str(list(parameter.shape))
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not nn.parameter.is_lazy(parameter)
     }
-    return ModuleInfo(name="", type=type(module).__name__, file=file, line=line, parameters=shapes)
 
 
 _SOURCES: dict[type, tuple[str | None, int | None]] = {}
@@ -243,6 +294,7 @@ _SOURCES: dict[type, tuple[str | None, int | None]] = {}
 def _source_of(kind: type) -> tuple[str | None, int | None]:
     """Return file and first line of the class's ``forward``, from its code object: no file is read."""
     if kind not in _SOURCES:
-        code = getattr(inspect.unwrap(kind.forward), "__code__", None)  # type: ignore[attr-defined]
+        # A scripted module has none, and asking for it raises.
+        code = getattr(inspect.unwrap(getattr(kind, "forward", None)), "__code__", None)  # type: ignore[arg-type]
         _SOURCES[kind] = (code.co_filename, code.co_firstlineno) if code else (None, None)
     return _SOURCES[kind]

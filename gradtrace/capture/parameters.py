@@ -1,241 +1,140 @@
-"""Parameters, their gradients and buffers, and the optimizers and scalers that change them.
-
-A gradient is taken where it arrives, at its AccumulateGrad node: after backward it may be gone, be an
-accumulation that shows an old NaN again, or carry what another process sent.
-"""
+"""Parameters and buffers before the first step and after each, and what an optimizer is about to use."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+import weakref
 
-import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from gradtrace.capture.calls import _inside_backward
+from gradtrace.capture.arrivals import Arrivals
 from gradtrace.capture.names import Root, TensorEntry
 from gradtrace.capture.session import Session, quiet
 from gradtrace.capture.statistics import Measure
 
 
-class _Arrival:
-    """The AccumulateGrad node of one parameter, held so that the hook on it lives as long as the root."""
-
-    __slots__ = ("device", "dtype", "handle", "node")
-
-    def __init__(self, parameter: Tensor, hook: Callable[[Sequence[Tensor | None]], None]) -> None:
-        self.dtype = parameter.dtype
-        self.device = parameter.device
-        with torch.enable_grad():
-            self.node = parameter.view_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-        self.handle = self.node.register_prehook(hook)
-
-    def fits(self, parameter: Tensor) -> bool:
-        """Whether torch still uses this node: it makes a new one when type or device change."""
-        return self.dtype == parameter.dtype and self.device == parameter.device
-
-
 class ParameterWatch:
-    """Records the state of all known parameters and buffers, and gradients as they arrive."""
+    """Records the state of all known parameters and buffers, learning rates, and gradients before a step."""
 
     def __init__(self, session: Session) -> None:
+        self.arrivals = Arrivals(session)
         self._session = session
-        self._arrivals: dict[int, _Arrival] = {}
-        self._arrived: dict[int, list[Measure]] = {}
-        self._begun: set[int] = set()
-        self._optimizers: dict[int, int] = {}
-        self._optimizer_of: dict[int, int] = {}
+        self._begun: weakref.WeakKeyDictionary[Root, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+        self._not_written: list[Root] = []
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._optimizer_count = 0
+        self._of_known_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     # States -------------------------------------------------------------------------------------------------
 
-    def root_begins(self, root: Root) -> None:
-        """Watch a root's gradients; the first time, record the state that it starts with."""
-        if id(root) in self._begun:
+    def call_begins(self, root: Root) -> None:
+        """At the first call in a step that is captured, record the state that a root starts with."""
+        self.arrivals.call_begins()
+        if not self._session.capturing:
             return
-        self._begun.add(id(root))
+        begun = self._begun.get(root)
+        if begun is not None and begun() is root.ref():  # a root's name may be passed on to another model
+            return
+        self._begun[root] = root.ref
+        self._not_written.append(root)
         with quiet():
             for entry, tensor in self._session.names.tensors():
-                if entry.owner.root is root and self._session.capturing:
+                if entry.owner.root is root:
                     self._record_state("input", entry, tensor)
-        self._watch_gradients()
+
+    def rows_written(self) -> None:
+        """Note that the rows in flight are safe."""
+        self._not_written.clear()
+
+    def rows_dropped(self) -> None:
+        """Note that the rows in flight were none of a captured step: start states are to be taken again."""
+        for root in self._not_written:
+            self._begun.pop(root, None)
+        self._not_written.clear()
 
     def record_states(self, optimizer: Optimizer | None) -> None:
-        """Record parameters and buffers after a step: those that no other optimizer owns."""
-        number = None if optimizer is None else self._number(optimizer)
+        """Record parameters and buffers after a step of ``optimizer``, but for what others will update.
+
+        With None everything is recorded.
+        """
+        foreign = set() if optimizer is None else self._owned_by_others(optimizer)
         with quiet():
             for entry, tensor in self._session.names.tensors():
-                owner = self._optimizer_of.get(id(tensor), number)
-                if owner == number:
+                if id(tensor) not in foreign:
                     self._record_state("optimizer", entry, tensor)
-        self._watch_gradients()
 
     def record_parameters_of(self, optimizer: Optimizer) -> None:
         """Record only what one optimizer has changed."""
         names = self._session.names
         with quiet():
-            for parameter in _parameters_of(optimizer):
+            for parameter in parameters_of(optimizer):
                 entry = names.parameter(parameter)
                 if entry is not None and entry.owner.selected:
                     self._record_state("optimizer", entry, parameter)
 
+    def is_over(self, optimizer: Optimizer) -> bool:
+        """Whether all models that ``optimizer`` has updated are gone, so that it will not step again."""
+        return optimizer in self._of_known_models and not any(map(self._is_in_use, parameters_of(optimizer)))
+
+    def _is_in_use(self, parameter: Tensor) -> bool:
+        entry = self._session.names.parameter(parameter)
+        module = None if entry is None else entry.owner.ref()
+        return entry is not None and module is not None and module._parameters.get(entry.name) is parameter
+
+    def _owned_by_others(self, optimizer: Optimizer) -> set[int]:
+        others = {id(p) for other in list(self._optimizers) if other is not optimizer for p in parameters_of(other)}
+        return others - {id(p) for p in parameters_of(optimizer)} if others else others
+
     def _record_state(self, phase: str, entry: TensorEntry, tensor: Tensor) -> None:
-        if torch.nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             return
         # An update through .data leaves no trace in the version: never taken from memory.
         self._session.record(phase, entry.owner, entry.kind, entry.name, tensor, once=False)
 
-    # Gradients ----------------------------------------------------------------------------------------------
-
-    def _watch_gradients(self) -> None:
-        known: set[int] = set()
-        for entry, tensor in self._session.names.tensors():
-            if entry.kind != "param" or not tensor.requires_grad or not tensor.is_leaf:
-                continue
-            if torch.nn.parameter.is_lazy(tensor):
-                continue
-            known.add(id(tensor))
-            arrival = self._arrivals.get(id(tensor))
-            if arrival is None or not arrival.fits(tensor):
-                hook = self._session.guarded(functools.partial(self._gradient_arrived, entry))
-                self._arrivals[id(tensor)] = _Arrival(tensor, hook)
-        for key in [key for key in self._arrivals if key not in known]:
-            self._arrivals.pop(key).handle.remove()
-
-    def _gradient_arrived(self, entry: TensorEntry, gradients: Sequence[Tensor | None]) -> None:
-        gradient = gradients[0]
-        session = self._session
-        if gradient is None or not session.capturing:
-            return
-        with quiet():
-            measure = session.record("backward", entry.owner, "grad", entry.name, gradient, detail=session.clock.detail)
-        parameter = entry.ref()
-        if parameter is not None and measure is not None:
-            self._arrived.setdefault(id(parameter), []).append(measure)
-
-    def record_gradients_before(self, optimizer: Optimizer) -> None:
-        """Record final gradients whose finiteness differs from what arrived: received, spread or cleaned."""
-        parameters = [p for p in _parameters_of(optimizer) if p.grad is not None]
-        if not parameters:
-            return
-        names = self._session.names
-        with quiet():
-            for parameter in parameters:
-                entry = names.parameter(parameter)
-                gradient = parameter.grad
-                if entry is None or gradient is None or not entry.owner.selected:
-                    continue
-                arrived = self._arrived.get(id(parameter))
-                if gradient.device.type != "cpu":
-                    # Whether it differs is known only on the device: the row is kept, it costs no wait.
-                    self._record_final(entry, gradient)
-                elif _all_finite(gradient) != (not arrived or all(m.finite for m in arrived)):
-                    self._record_final(entry, gradient)
-
-    def _record_final(self, entry: TensorEntry, gradient: Tensor) -> None:
-        self._session.record("optimizer", entry.owner, "grad", entry.name, gradient, once=False)
-
-    def forget_arrivals(self) -> None:
-        """Start a new step."""
-        self._arrived.clear()
-
-    # Optimizers ---------------------------------------------------------------------------------------------
+    # Before a step ------------------------------------------------------------------------------------------
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Record learning rates and the final gradients just before ``optimizer`` steps."""
-        number = self._number(optimizer)
-        for parameter in _parameters_of(optimizer):
-            self._optimizer_of[id(parameter)] = number
+        number = self._optimizers.get(optimizer)
+        if number is None:
+            number = self._optimizers[optimizer] = self._optimizer_count
+            self._optimizer_count += 1
+        if optimizer not in self._of_known_models and any(map(self._is_in_use, parameters_of(optimizer))):
+            self._of_known_models.add(optimizer)
         if not self._session.capturing:
             return
-        session = self._session
         with quiet():
             for index, group in enumerate(optimizer.param_groups):
-                rate = group.get("lr")
-                if isinstance(rate, (int, float)):
-                    rate = torch.tensor(float(rate), dtype=torch.float64, device="cpu")
-                if isinstance(rate, Tensor):
-                    session.record("optimizer", None, "lr", f"{number}.{index}", rate, once=False)
-        self.record_gradients_before(optimizer)
+                self._record_rate(f"{number}.{index}", group.get("lr"))
+            for parameter in parameters_of(optimizer):
+                self._record_final(parameter)
 
-    def _number(self, optimizer: Optimizer) -> int:
-        return self._optimizers.setdefault(id(optimizer), len(self._optimizers))
+    def _record_rate(self, path: str, rate: object) -> None:
+        session = self._session
+        if isinstance(rate, Tensor):
+            session.record("optimizer", None, "lr", path, rate, once=False)
+        elif isinstance(rate, (int, float)):
+            measure = Measure.of_number(float(rate))
+            session.rows.append(session.clock.micro_step, "optimizer", None, None, "lr", path, measure)
 
-    def stop(self) -> None:
-        """Take all hooks off."""
-        for arrival in self._arrivals.values():
-            arrival.handle.remove()
-        self._arrivals.clear()
-
-
-class OptimizerWatch:
-    """torch.optim's global hooks and GradScaler's methods: when a step is taken, and when it is skipped."""
-
-    def __init__(
-        self,
-        session: Session,
-        before: Callable[[Optimizer], None],
-        after: Callable[[Optimizer, bool, bool], None],
-        on_scale: Callable[[Tensor], None],
-    ) -> None:
-        """``after`` gets the optimizer, whether its step was skipped, and whether a backward was running."""
-        self._before = session.guarded(before)
-        self._after = session.guarded(after)
-        self._on_scale = session.guarded(on_scale)
-        self._handles: list[Any] = []
-        self._scaler_step: Callable[..., Any] | None = None
-        self._stepped = False
-
-    def install(self) -> None:
-        """Register the hooks."""
-        self._handles = [
-            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._begins(optimizer)),
-            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._ended(optimizer)),
-        ]
-        scaler_class = torch.amp.GradScaler
-        original = self._scaler_step = scaler_class.step
-
-        @functools.wraps(original)
-        def step(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-            scale = getattr(scaler, "_scale", None)
-            if isinstance(scale, Tensor):
-                self._on_scale(scale)
-            self._stepped = False
-            result = original(scaler, optimizer, *args, **kwargs)
-            if not self._stepped:
-                self._before(optimizer)
-                self._after(optimizer, True, False)
-            return result
-
-        scaler_class.step = self._replacement = step  # type: ignore[method-assign]
-
-    def remove(self) -> None:
-        """Take the hooks off."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-        if self._scaler_step is not None and torch.amp.GradScaler.step is self._replacement:
-            torch.amp.GradScaler.step = self._scaler_step  # type: ignore[method-assign]
-
-    def _begins(self, optimizer: Optimizer) -> None:
-        self._before(optimizer)
-
-    def _ended(self, optimizer: Optimizer) -> None:
-        self._stepped = True
-        self._after(optimizer, False, _inside_backward())
+    def _record_final(self, parameter: Tensor) -> None:
+        """Record a gradient whose finiteness differs from what arrived: received, spread or cleaned."""
+        gradient = parameter.grad
+        if gradient is None:
+            return
+        session = self._session
+        entry = session.names.parameter(parameter)
+        if entry is None or not entry.owner.selected:
+            return
+        arrived = self.arrivals.of(parameter)
+        if not session.statistics.waits(gradient):
+            finite = session.is_finite(gradient)
+            if finite is None or finite == all(measure.finite for measure in arrived):
+                return
+        # On an accelerator nobody knows yet whether it differs: the row is kept, and left out later.
+        session.record("optimizer", entry.owner, "grad", entry.name, gradient, once=False, arrived=arrived)
 
 
-def _parameters_of(optimizer: Optimizer) -> list[Tensor]:
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def _all_finite(tensor: Tensor) -> bool:
-    values = tensor._values() if tensor.layout is torch.sparse_coo else tensor
-    if values.numel() == 0 or not (values.is_floating_point() or values.is_complex()):
-        return True
-    if values.is_complex():
-        values = values.abs()
-    low, high = torch.aminmax(values)
-    return bool(low.isfinite().item() and high.isfinite().item())

@@ -7,6 +7,7 @@ that one is called.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -17,6 +18,9 @@ from torch import nn
 from gradtrace.capture.names import unwrapped
 
 _MOST_FRAMES = 40
+_REFERENCES = 3
+"""How many there are to a frame's dictionary: the frame's, the variable's and the one of the question itself."""
+
 _NOT_A_NAME = frozenset({"self", "module", "m", "_", "cls"})
 
 
@@ -47,10 +51,24 @@ def _modules_in_sight(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]
             return
         package = frame.f_globals.get("__name__", "").partition(".")[0]
         if package not in ("torch", "gradtrace"):
-            yield from _held_by(dict(frame.f_locals))
-            if frame.f_locals is not frame.f_globals:
-                yield from _held_by(dict(frame.f_globals))
+            yield from _held_by(_local_variables(frame))
+            yield from _held_by(dict(frame.f_globals))
         frame = frame.f_back
+
+
+def _local_variables(frame: FrameType) -> dict[str, Any]:
+    """Return a function's local variables; a module's or class's are not meant.
+
+    Up to Python 3.12 the frame keeps the dictionary that it is asked for, and with it every tensor that was
+    in a variable at that time. It is emptied, unless the user holds it: ``locals()`` is the same one.
+    """
+    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
+        return {}
+    variables = frame.f_locals
+    copy = dict(variables)
+    if type(variables) is dict and sys.getrefcount(variables) <= _REFERENCES:
+        variables.clear()
+    return copy
 
 
 def _held_by(variables: dict[str, Any]) -> Iterator[tuple[str, nn.Module]]:

@@ -7,7 +7,7 @@ looked up once a step, when the columns are built.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
@@ -36,15 +36,33 @@ class Row(NamedTuple):
     path: str
     measure: Measure | None
     detail: str | None
+    arrived: Sequence[Measure] | None
+    """Of a final gradient: what arrived. The row is left out where both are finite, or neither is."""
+
+    @property
+    def pending(self) -> bool:
+        """Whether the row's numbers are still on an accelerator."""
+        return self.measure is not None and self.measure.pending
+
+    @property
+    def matters(self) -> bool:
+        """Whether the row is to be written; known when its numbers are."""
+        if self.arrived is None or self.measure is None:
+            return True
+        return self.measure.finite != all(measure.finite for measure in self.arrived)
 
 
 class RowBuffer:
-    """Collects the rows of one step. Appending is safe from several threads."""
+    """Collects the rows of one step. Appending is safe from several threads, also while rows are taken.
+
+    ``seq`` is given when rows are taken: a thread that is interrupted in the middle of ``append`` cannot come
+    late with a number that has been passed already.
+    """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._seq = itertools.count()
-        self._rows: list[Row] = []
+        self._rows: list[tuple[Any, ...]] = []
         self._shapes: dict[Any, str] = {}
 
     def __len__(self) -> int:
@@ -60,15 +78,24 @@ class RowBuffer:
         path: str,
         measure: Measure | None,
         detail: str | None = None,
+        arrived: Sequence[Measure] | None = None,
     ) -> None:
-        """Add a row; its ``seq`` is the next number of the run."""
-        self._rows.append(Row(next(self._seq), micro_step, phase, owner, call, tensor, path, measure, detail))
+        """Add a row."""
+        self._rows.append((micro_step, phase, owner, call, tensor, path, measure, detail, arrived))
 
     def take(self) -> list[Row]:
         """Return all rows in order of ``seq`` and start anew."""
-        rows, self._rows = self._rows, []
-        rows.sort(key=lambda row: row.seq)
-        return rows
+        return [Row(next(self._seq), *values) for values in self._cut()]
+
+    def drop(self) -> None:
+        """Start anew without the rows."""
+        self._cut()
+
+    def _cut(self) -> list[tuple[Any, ...]]:
+        count = len(self._rows)
+        cut = self._rows[:count]
+        del self._rows[:count]
+        return cut
 
     def batch(self, rows: list[Row], step: int, time: datetime) -> pa.RecordBatch:
         """Return the rows as one Arrow batch of step ``step``, which ended at ``time``."""

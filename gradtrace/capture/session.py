@@ -10,7 +10,7 @@ import contextlib
 import functools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -35,16 +35,16 @@ class Session:
     recording ends, after which hooks that are still in some graph do nothing.
     """
 
-    def __init__(self, names: Names, schedule: Schedule, clock: Clock, rows: RowBuffer) -> None:
+    def __init__(self, names: Names, schedule: Schedule, clock: Clock, rows: RowBuffer, statistics: Statistics) -> None:
         self.active = True
         self.names = names
         self.schedule = schedule
         self.clock = clock
         self.rows = rows
-        self.statistics = Statistics()
+        self.statistics = statistics
         self.unmeasured: Counter[str] = Counter()
         self.failure: str | None = None
-        self.on_failure: Callable[[str], None] = lambda reason: None
+        self.on_failure: Callable[[], None] = lambda: None
         self.capturing = schedule.captures(clock.step)
 
     def record(
@@ -59,24 +59,34 @@ class Session:
         micro_step: int | None = None,
         detail: str | None = None,
         once: bool = True,
+        arrived: Sequence[Measure] | None = None,
     ) -> Measure | None:
         """Measure ``value``, add its row and return the measure. To be called in ``quiet``.
 
         A tensor that cannot be measured is counted, and None returned.
 
-        ``once`` reuses the measure of a tensor that has been seen and not changed since.
+        ``once`` reuses the measure of a tensor that has been seen and not changed since. For ``arrived`` see
+        ``Row``.
         """
-        try:
-            measure = self.statistics.measure_once(value) if once else self.statistics.measure(value)
-        except Unmeasurable as reason:
-            self.unmeasured[str(reason)] += 1
-            return None
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            self.unmeasured[f"{type(error).__name__} while measuring"] += 1
+        measure = self._try(self.statistics.measure_once if once else self.statistics.measure, value)
+        if measure is None:
             return None
         micro = self.clock.micro_step if micro_step is None else micro_step
-        self.rows.append(micro, phase, owner, call, tensor, path, measure, detail)
+        self.rows.append(micro, phase, owner, call, tensor, path, measure, detail, arrived)
         return measure
+
+    def is_finite(self, value: Tensor) -> bool | None:
+        """Whether no element is NaN or infinite; None, and counted, where that cannot be said."""
+        return self._try(self.statistics.all_finite, value)
+
+    def _try(self, look: Callable[[Tensor], R], value: Tensor) -> R | None:
+        try:
+            return look(value)
+        except Unmeasurable as reason:
+            self.unmeasured[str(reason)] += 1
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            self.unmeasured[f"{type(error).__name__} while measuring"] += 1
+        return None
 
     def fail(self, error: BaseException) -> None:
         """Take the capture down, say so once, and let the training go on."""
@@ -85,14 +95,8 @@ class Session:
         self.active = self.capturing = False
         self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
         with contextlib.suppress(Exception):
-            self.on_failure(self.failure)
-        # The user's filters may turn warnings into errors; the training goes on even then.
-        with contextlib.suppress(Exception):
-            warnings.warn(
-                f"recording stopped by an error of gradtrace's own ({self.failure}); the training goes on",
-                GradtraceWarning,
-                stacklevel=2,
-            )
+            self.on_failure()
+        warn(f"recording stopped by an error of gradtrace's own ({self.failure}); the training goes on")
 
     def guarded(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Return ``function`` with its errors turned into ``fail``; it does nothing once the session ended."""
@@ -107,6 +111,12 @@ class Session:
             return None
 
         return call
+
+
+def warn(message: str) -> None:
+    """Warn, and let nothing come of it: the user's filters may turn warnings into errors."""
+    with contextlib.suppress(Exception):
+        warnings.warn(message, GradtraceWarning, stacklevel=3)
 
 
 class quiet:

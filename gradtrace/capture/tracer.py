@@ -5,10 +5,12 @@ Here stand the life of a recording (start, steps, stop) and nothing of how thing
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import sys
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,29 +18,43 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 import gradtrace
 from gradtrace.capture import interception
 from gradtrace.capture.backward import BackwardWatch, GraphGradients
 from gradtrace.capture.calls import Calls
-from gradtrace.capture.clock import Belongs, Clock
+from gradtrace.capture.clock import Clock
 from gradtrace.capture.compiled import NOTE, EagerWhileRecording
+from gradtrace.capture.discovery import Discovery
 from gradtrace.capture.hooks import ModuleHooks, NoGradients
 from gradtrace.capture.launch import Launch
 from gradtrace.capture.log import StepLog
-from gradtrace.capture.names import ModuleEntry, Names, unwrapped
-from gradtrace.capture.parameters import OptimizerWatch, ParameterWatch
+from gradtrace.capture.names import Names, unwrapped
+from gradtrace.capture.optimizers import OptimizerWatch
+from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Schedule
-from gradtrace.capture.session import Session
+from gradtrace.capture.session import Session, warn
+from gradtrace.capture.statistics import Statistics
+from gradtrace.capture.steps import Steps
 from gradtrace.errors import CaptureError
 from gradtrace.trace.runinfo import RunInfo
 from gradtrace.trace.writer import RunWriter
 
 Engine = Literal["graph", "hooks"]
 Models = nn.Module | Mapping[str, nn.Module] | None
+
+_recording: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _end_in_child() -> None:
+    """A forked child (a DataLoader's worker) records nothing; locks may be held there by nobody: touch none."""
+    for session in list(_recording):
+        session.active = session.capturing = False
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 class Tracer:
@@ -54,6 +70,7 @@ class Tracer:
         include, exclude: glob patterns of the modules to record or to leave out.
         existing: what to do with an older run at ``path``.
         command: the command line that the file is to show.
+        _on_device: measure tensors of every device as those of an accelerator; for tests.
 
     Raises:
         CaptureError: an option makes no sense, or ``path`` cannot be written.
@@ -73,6 +90,7 @@ class Tracer:
         exclude: Sequence[str] = (),
         existing: Literal["refuse", "overwrite", "move_aside"] = "refuse",
         command: Sequence[str] = (),
+        _on_device: bool | None = None,
     ) -> None:
         if engine not in ("graph", "hooks"):
             raise CaptureError(f"no such engine: {engine!r}; it is 'graph' or 'hooks'")
@@ -98,30 +116,30 @@ class Tracer:
             },
         )
         self._models = _named(models)
-        self._hooks: ModuleHooks | None = None
-        self._build(engine, schedule, Names(include, exclude), Clock(first_step), discover=models is None)
+        self._build(engine, schedule, Names(include, exclude), Clock(first_step), Statistics(on_device=_on_device))
 
-    def _build(self, engine: Engine, schedule: Schedule, names: Names, clock: Clock, *, discover: bool) -> None:
-        session = Session(names, schedule, clock, RowBuffer(self.info.rank))
-        session.on_failure = self._capture_failed
-        self._session = session
+    def _build(self, engine: Engine, schedule: Schedule, names: Names, clock: Clock, statistics: Statistics) -> None:
+        session = self._session = Session(names, schedule, clock, RowBuffer(self.info.rank), statistics)
+        session.on_failure = self._detach
         self._graph = GraphGradients(session)
-        if engine == "hooks":
-            self._hooks = ModuleHooks(session)
+        self._hooks = ModuleHooks(session) if engine == "hooks" else None
+        self._parameters = ParameterWatch(session)
+        forget = self._hooks.forget_calls if self._hooks is not None else lambda: None
+        steps = self._steps = Steps(session, self._parameters, self._graph.never_fired, forget)
         self._calls = Calls(
             session,
             self._graph if self._hooks is None else NoGradients(),
-            self._outermost_call,
-            discover=discover,
+            steps.outermost_call,
+            discover=not self._models,
         )
-        self._parameters = ParameterWatch(session)
+        self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
         self._backward = BackwardWatch(session, self._backward_ended)
         self._optimizers = OptimizerWatch(
-            session, self._parameters.optimizer_begins, self._optimizer_stepped, self._loss_scale
+            session, self._parameters.optimizer_begins, steps.optimizer_stepped, steps.loss_scale
         )
         self._eager = EagerWhileRecording()
         self._log: StepLog | None = None
-        self._dirty = False
+        _recording.add(session)
 
     # Life ---------------------------------------------------------------------------------------------------
 
@@ -138,13 +156,13 @@ class Tracer:
             names.add_root(unwrapped(model), label)
         self.info.started = _now().isoformat()
         writer = RunWriter(self._path, self.info, existing=self._existing)
-        self._log = StepLog(self._session, writer, self.info)
+        self._log = self._steps.log = StepLog(self._session, writer, self.info)
         self._process = os.getpid()
         if self._models and self._hooks is not None:
             for root in names.roots:
                 self._hooks.register(root, self._calls)
         else:
-            interception.add(self._calls)
+            interception.add(self._observer)
         self._backward.install()
         self._optimizers.install()
         self._eager.install()
@@ -169,36 +187,40 @@ class Tracer:
         self.stop("completed" if kind is None else f"exception {kind.__name__}")
 
     def _stop(self, end: str, *, quickly: bool) -> None:
-        log = self._log
+        log, session = self._log, self._session
         if log is None or log.closed or os.getpid() != self._process:
             return
-        session = self._session
-        self._detach()
-        if session.active:
-            try:
-                self._close_step()
-                session.statistics.resolve()
-                log.write_late()
-            except Exception as error:
-                session.fail(error)
+        session.guarded(self._steps.end_at_once if quickly else self._steps.end)()
+        session.guarded(log.complete_info)()
+        if session.failure is not None:
+            with contextlib.suppress(Exception):  # said already
+                log.complete_info()
         session.active = session.capturing = False
+        if not quickly:  # what a signal has interrupted may hold a lock, and all is over anyway
+            self._detach()
         if session.failure is not None:
             end = f"tracer failed: {session.failure}"
         if self._eager.used:
             self.info.notes.append(NOTE)
-        log.close(end, quickly=quickly)
+        try:
+            log.close(end, quickly=quickly)
+        except Exception as error:
+            warn(f"the recording could not be finished: {error}; what was recorded until then can be read")
 
     def _detach(self) -> None:
-        interception.remove(self._calls)
-        self._backward.remove()
-        self._optimizers.remove()
-        self._eager.remove()
-        self._parameters.stop()
-        if self._hooks is not None:
-            self._hooks.remove()
+        with contextlib.ExitStack() as undo:  # goes on when one of them fails
+            undo.enter_context(contextlib.suppress(Exception))
+            undo.callback(self._parameters.arrivals.stop)
+            undo.callback(self._eager.remove)
+            undo.callback(self._optimizers.remove)
+            undo.callback(self._backward.remove)
+            undo.callback(interception.remove, self._observer)
+            if self._hooks is not None:
+                undo.callback(self._hooks.remove)
 
-    def _capture_failed(self, reason: str) -> None:
-        self._detach()
+    def _backward_ended(self, accumulating: bool) -> None:
+        self._graph.backward_ended()
+        self._steps.backward_ended(accumulating)
 
     # What may be asked ---------------------------------------------------------------------------------------
 
@@ -222,101 +244,13 @@ class Tracer:
         """Size of the recording in bytes."""
         return self._log.writer.bytes_written if self._log is not None else 0
 
-    # Steps --------------------------------------------------------------------------------------------------
-
     def step(self, number: int | None = None) -> None:
         """Count by hand: what follows belongs to step ``number``, or to the next step.
 
         Without a number, a step in which nothing has been seen yet goes on: the call may stand at the start or
         at the end of the loop's body. From the first call on, optimizers no longer end steps.
         """
-        self._session.guarded(self._step_by_hand)(number)
-
-    def _step_by_hand(self, number: int | None) -> None:
-        self._session.clock.count_by_hand()
-        if number == self._session.clock.step or (number is None and not self._dirty):
-            return
-        self._close_step()
-        self._next_step(number)
-
-    def _close_step(self) -> None:
-        """Hand the rows in flight to the log as the step's last."""
-        session = self._session
-        fired = self._graph.never_fired()
-        if fired:
-            session.unmeasured["gradient never arrived (output unused, or changed in place)"] += fired
-        if self._log is not None:
-            self._log.end_step(session.clock.step)
-        self._dirty = False
-
-    def _next_step(self, number: int | None = None) -> None:
-        session = self._session
-        session.clock.next_step(number)
-        session.statistics.forget()
-        self._parameters.forget_arrivals()
-        if self._hooks is not None:
-            self._hooks.forget_calls()
-        session.capturing = session.active and session.schedule.captures(session.clock.step)
-
-    # What the parts report -----------------------------------------------------------------------------------
-
-    def _outermost_call(self, entry: ModuleEntry, evaluating: bool) -> None:
-        session = self._session
-        if session.clock.starts_step(evaluating=evaluating):
-            if session.clock.backward_in_step and session.capturing:
-                self._parameters.record_states(None)
-            self._close_step()
-            self._next_step()
-        session.clock.outermost_call(evaluating=evaluating)
-        self._dirty = True
-        self._parameters.root_begins(entry.root)
-        if self._hooks is not None:
-            self._hook_late(entry)
-
-    def _hook_late(self, entry: ModuleEntry) -> None:
-        """Hook a root that was found by its first call; that call is seen from its inner modules on."""
-        assert self._hooks is not None
-        self._hooks.register(entry.root, self._calls)
-
-    def _backward_ended(self, accumulating: bool) -> None:
-        self._dirty = True
-        self._session.clock.backward_ended(accumulating=accumulating)
-        self._graph.backward_ended()
-        self._session.statistics.resolve()
-
-    def _loss_scale(self, scale: Tensor) -> None:
-        session = self._session
-        if session.capturing:
-            with torch.no_grad():
-                session.record("optimizer", None, "loss_scale", "0", scale, once=False)
-
-    def _optimizer_stepped(self, optimizer: Optimizer, skipped: bool, inside_backward: bool) -> None:
-        session = self._session
-        clock = session.clock
-        self._dirty = True
-        belongs = clock.optimizer_stepped(optimizer, inside_backward=inside_backward)
-        if skipped and session.capturing:
-            session.rows.append(
-                clock.micro_step,
-                "event",
-                None,
-                None,
-                "skip",
-                "",
-                None,
-                "GradScaler skipped the optimizer step",
-            )
-        if belongs is Belongs.THIS_STEP:
-            if session.capturing:
-                self._parameters.record_states(optimizer)
-            self._close_step()
-            self._next_step()
-            return
-        if session.capturing:
-            self._parameters.record_parameters_of(optimizer)
-        if belongs is Belongs.STEP_BEFORE and self._log is not None:
-            self._log.extend_step(clock.step - 1, clock.continue_step_before())
-            self._parameters.forget_arrivals()
+        self._session.guarded(self._steps.by_hand)(number)
 
 
 def trace(

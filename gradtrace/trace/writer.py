@@ -13,7 +13,7 @@ import shutil
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pyarrow as pa
@@ -168,7 +168,8 @@ class RunWriter:
         journal, self._journal = self._journal, None
         assert journal is not None
         journal.close()
-        self._encoding.append(self._encoder.submit(encode, self._parts, self._journals - 1))
+        with suppress(RuntimeError):  # An interpreter that exits starts no thread; ``finish`` merges journals too.
+            self._encoding.append(self._encoder.submit(encode, self._parts, self._journals - 1))
 
     def _wait_for_encoder(self, allowed: int) -> None:
         """Raise what went wrong in the background, and wait while more than ``allowed`` journals wait."""

@@ -23,6 +23,7 @@ from traces import write_run
 
 from gradtrace.analysis.run import open_run
 from gradtrace.errors import NotARunError, RunNotFoundError
+from gradtrace.trace import parts
 from gradtrace.trace.runinfo import METADATA_KEY, ModuleInfo, RunInfo
 from gradtrace.trace.schema import ARROW_SCHEMA, Record, batch_of_records
 from gradtrace.trace.writer import RunWriter
@@ -363,7 +364,7 @@ def test_the_meta_view(run):
 
 
 def test_the_first_bad_record_is_found_without_reading_the_healthy_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradtrace.trace.parts.ROWS_PER_GROUP", 100)
+    monkeypatch.setattr(parts, "ROWS_PER_GROUP", 100)
     rows = [Record(n // 10, n, "forward", "output", "layer", nan_count=int(n == 5555), max=1.0) for n in range(6000)]
     path = write_run(tmp_path / "run.parquet", rows)
     metadata = pq.read_metadata(path)

@@ -1,0 +1,106 @@
+"""torch.optim's global hooks and GradScaler's methods: when a step is taken, and when it is skipped."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from gradtrace.capture.calls import _inside_backward
+from gradtrace.capture.patching import Patch
+from gradtrace.capture.session import Session
+
+_scaler_step = Patch(torch.amp.GradScaler, "step")
+_HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+
+
+class OptimizerWatch:
+    """Reports the steps of all optimizers of the process while it is installed."""
+
+    def __init__(
+        self,
+        session: Session,
+        before: Callable[[Optimizer], None],
+        after: Callable[[Optimizer, bool, bool], None],
+        on_scale: Callable[[int, Tensor], None],
+    ) -> None:
+        """``after`` gets the optimizer, whether its step was skipped, and whether a backward was running.
+
+        It is not called for a step that is part of another optimizer's. ``on_scale`` gets the number of a
+        scaler and its scale.
+        """
+        self._before = session.guarded(before)
+        self._after = session.guarded(after)
+        self._on_scale = session.guarded(on_scale)
+        self._handles: list[Any] = []
+        self._scalers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._thread = threading.local()
+
+    def install(self) -> None:
+        """Register the hooks."""
+        self._handles = [
+            register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._begins(optimizer)),
+            register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._ended(optimizer)),
+        ]
+        _scaler_step.add(self._around_scaler)
+
+    def remove(self) -> None:
+        """Take the hooks off, unless one of them is asking for it: torch is going through them then."""
+        if not getattr(self._thread, "inside", False):
+            for handle in self._handles:
+                handle.remove()
+            self._handles.clear()
+        _scaler_step.remove(self._around_scaler)
+
+    def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def step(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+            scale = getattr(scaler, "_scale", None)
+            if isinstance(scale, Tensor):
+                self._on_scale(self._scalers.setdefault(scaler, len(self._scalers)), scale)
+            self._thread.stepped = False
+            result = original(scaler, optimizer, *args, **kwargs)
+            # What is no optimizer of torch's has no hooks: whether it was skipped cannot be said.
+            if not self._thread.stepped and isinstance(optimizer, Optimizer):
+                self._before(optimizer)
+                self._after(optimizer, True, False)
+            return result
+
+        return step
+
+    def _begins(self, optimizer: Optimizer) -> None:
+        with self._inside_hook():
+            self._before(optimizer)
+
+    def _ended(self, optimizer: Optimizer) -> None:
+        self._thread.stepped = True
+        if not _inside_another_step():
+            with self._inside_hook():
+                self._after(optimizer, False, _inside_backward())
+
+    @contextlib.contextmanager
+    def _inside_hook(self) -> Iterator[None]:
+        self._thread.inside = True
+        try:
+            yield
+        finally:
+            self._thread.inside = False
+
+
+def _inside_another_step() -> bool:
+    """Whether the step that has ended was taken by another optimizer's: ZeroRedundancyOptimizer, Lookahead."""
+    steps = 0
+    frame = sys._getframe(1)
+    while frame is not None:
+        steps += frame.f_code is _HOOKED_STEP
+        frame = frame.f_back  # type: ignore[assignment]
+    return steps > 1

@@ -1,0 +1,178 @@
+"""What happens to a recording when calls, backward passes and optimizer steps come in.
+
+The parts of the capture report here; from here rows go to the log, step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradtrace.capture.clock import Belongs
+from gradtrace.capture.log import StepLog
+from gradtrace.capture.names import ModuleEntry
+from gradtrace.capture.parameters import ParameterWatch
+from gradtrace.capture.session import Session, quiet
+
+_MOST_ROWS = 100_000
+"""A step with more rows than this (a long evaluation is part of the step in flight) is written in pieces."""
+_MOST_WAITING = 20_000
+"""An evaluation on an accelerator waits for the device after so many measures: there is no backward to do it."""
+_NEVER_FIRED = "gradient never arrived (output unused, or changed in place)"
+
+
+class Steps:
+    """Closes steps and starts new ones. ``forget_step`` and ``never_fired`` belong to the engine in use."""
+
+    def __init__(
+        self,
+        session: Session,
+        parameters: ParameterWatch,
+        never_fired: Callable[[], int],
+        forget_step: Callable[[], None],
+    ) -> None:
+        self.log: StepLog | None = None
+        self._session = session
+        self._parameters = parameters
+        self._never_fired = never_fired
+        self._forget_step = forget_step
+        self._dirty = False
+        session.clock.is_over = parameters.is_over
+        session.clock.on_backward = self._backward_starts
+
+    # What the parts report -----------------------------------------------------------------------------------
+
+    def outermost_call(self, entry: ModuleEntry, evaluating: bool) -> None:
+        """An outermost module call is about to start."""
+        session = self._session
+        if session.clock.starts_step(evaluating=evaluating):
+            self._record_manual_update()
+            self.close()
+            self._next()
+        elif len(session.rows) > _MOST_ROWS:
+            self._write_piece()
+        if evaluating and session.statistics.waiting > _MOST_WAITING:
+            self._resolve()
+        session.clock.outermost_call(evaluating=evaluating)
+        self._dirty = True
+        self._parameters.call_begins(entry.root)
+
+    def backward_ended(self, accumulating: bool) -> None:
+        """A backward pass has ended: the one moment at which an accelerator is waited for."""
+        self._dirty = True
+        self._session.clock.backward_ended(accumulating=accumulating)
+        self._resolve()
+
+    def loss_scale(self, number: int, scale: Tensor) -> None:
+        """A GradScaler is about to step an optimizer."""
+        if self._session.capturing:
+            with quiet():
+                self._session.record("optimizer", None, "loss_scale", str(number), scale, once=False)
+
+    def optimizer_stepped(self, optimizer: Optimizer, skipped: bool, inside_backward: bool) -> None:
+        """An optimizer has stepped, or was skipped."""
+        session, clock = self._session, self._session.clock
+        self._dirty = True
+        belongs = clock.optimizer_stepped(optimizer, inside_backward=inside_backward)
+        if skipped and session.capturing:
+            words = "GradScaler skipped the optimizer step"
+            session.rows.append(clock.micro_step, "event", None, None, "skip", "", None, words)
+        if session.capturing:
+            if belongs is Belongs.THIS_STEP or clock.by_hand:
+                self._parameters.record_states(optimizer)
+            else:
+                self._parameters.record_parameters_of(optimizer)
+        if belongs is Belongs.THIS_STEP:
+            self.close()
+            self._next()
+        elif belongs is Belongs.STEP_BEFORE:
+            self._extend_step_before()
+
+    def by_hand(self, number: int | None) -> None:
+        """The user's loop says that what follows is another step."""
+        self._session.clock.count_by_hand()
+        if number == self._session.clock.step or (number is None and not self._dirty):
+            return
+        self.close()
+        self._next(number)
+
+    # Closing -------------------------------------------------------------------------------------------------
+
+    def end(self) -> None:
+        """The recording ends: write what is in flight."""
+        self._record_manual_update()
+        self._resolve()
+        self.close()
+
+    def end_at_once(self) -> None:
+        """The process is about to die: write what can be written without a wait."""
+        if self.log is not None and not self.log.busy:
+            self.close()
+
+    def close(self) -> None:
+        """Hand the rows in flight to the log as the step's last, if it is one of those to be captured."""
+        session = self._session
+        fired = self._never_fired()
+        if fired:
+            session.unmeasured[_NEVER_FIRED] += fired
+        if not session.clock.backward_in_step and session.statistics.waiting:
+            self._resolve()
+        self._write_piece()
+        self._dirty = False
+
+    def _write_piece(self) -> None:
+        session = self._session
+        if self.log is not None and session.schedule.captures(session.clock.step):
+            self._parameters.rows_written()
+            self.log.end_step(session.clock.step)
+        else:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._session.rows.drop()
+        self._parameters.rows_dropped()
+
+    def _extend_step_before(self) -> None:
+        session = self._session
+        before = session.clock.step - 1
+        shift = session.clock.continue_step_before()
+        if self.log is not None and session.schedule.captures(before):
+            self._parameters.rows_written()
+            self.log.extend_step(before, shift)
+        else:
+            self._drop()
+        self._forget()
+
+    def _next(self, number: int | None = None) -> None:
+        self._session.clock.next_step(number)
+        self._forget()
+
+    def _forget(self) -> None:
+        session = self._session
+        session.statistics.forget()
+        self._parameters.arrivals.forget()
+        self._forget_step()
+        session.capturing = session.active and self._is_to_be_seen(session.clock.step)
+
+    def _is_to_be_seen(self, step: int) -> bool:
+        session = self._session
+        if session.schedule.captures(step):
+            return True
+        return session.clock.may_belong_before and session.schedule.captures(step - 1)
+
+    def _record_manual_update(self) -> None:
+        """Record what the script's own code has made of the parameters, there being no optimizer."""
+        if self._session.capturing and self._session.clock.updated_without_optimizer():
+            self._parameters.record_states(None)
+
+    def _backward_starts(self) -> None:
+        if self._session.capturing:
+            self._parameters.arrivals.watch()
+
+    def _resolve(self) -> None:
+        with quiet():
+            self._session.statistics.resolve()
+        if self.log is not None:
+            self.log.write_late()
