@@ -103,6 +103,7 @@ class GraphGradients:
         self._on_arrival = session.guarded(self._arrived)
         self._on_leaving = session.guarded(self._left)
         self._on_departure = session.guarded(self._departed)
+        self._on_passing = session.guarded(self._passed)
         self.visits = 0
 
     def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None:
@@ -121,6 +122,7 @@ class GraphGradients:
             return
         graph = self._thread.map
         before = graph.visits
+        is_new = len(arrivals) == 1 and graph.is_new(next(iter(arrivals)))
         entrances, certain = graph.entrances(list(arrivals), frame.input_edges, frame.start)
         self.visits += graph.visits - before
         if not frame.entry.selected:
@@ -129,6 +131,9 @@ class GraphGradients:
             outermost.watched = Watched()
             if outermost.phase == "forward":
                 self._watched.append(outermost.watched)
+        if is_new and len(entrances) == 1 and entrances[0].source in arrivals:
+            self._watch_node(frame, outermost.watched, arrivals, entrances[0])
+            return
         for node, numbers in arrivals.items():
             places = [(number, _Place(frame, path, outermost.watched)) for number, path in numbers]
             graph.on_arrival(node, functools.partial(self._on_arrival, places))
@@ -164,6 +169,15 @@ class GraphGradients:
             arrivals.setdefault(node, []).append((tensor.output_nr, path))
         return arrivals
 
+    def _watch_node(
+        self, frame: Frame, watched: Watched, arrivals: dict[Any, list[tuple[int, str]]], entrance: Entrance
+    ) -> None:
+        """See both sides of a call that is a single node (a layer without modules inside, mostly) by one hook."""
+        ((node, numbers),) = arrivals.items()
+        places = [(number, _Place(frame, path, watched)) for number, path in numbers]
+        leaving = _Place(frame, entrance.path, watched)
+        node.register_hook(functools.partial(self._on_passing, places, entrance.slot, leaving))
+
     def _watch_inputs(self, frame: Frame, watched: Watched, entrances: list[Entrance], certain: bool) -> None:
         edges = Counter(entrance.path for entrance in entrances)
         sums = {path: _Sum(_Place(frame, path, watched), count) for path, count in edges.items()}
@@ -185,9 +199,17 @@ class GraphGradients:
             if gradient is not None:
                 self._record(place, "grad_output", gradient)
 
+    def _passed(
+        self, arriving: list[tuple[int, _Place]], slot: int, leaving: _Place, after: Arrived, before: Arrived
+    ) -> None:
+        self._arrived(arriving, before)
+        gradient = after[slot]
+        if gradient is not None:
+            self._record(leaving, "grad_input", gradient)
+
     def _left(self, targets: list[tuple[int, _Sum]], gradients: Arrived, _: Arrived) -> None:
-        for index, total in targets:
-            gradient = gradients[index]
+        for slot, total in targets:
+            gradient = gradients[slot]
             if total.edges > 1:
                 self._add(total, gradient)
             elif gradient is not None:
@@ -218,17 +240,10 @@ class GraphGradients:
         session = self._session
         if not session.capturing:
             return
+        detail = session.clock.detail
+        entry, path, call, micro = place.entry, place.path, place.call, place.micro_step
         with quiet():
-            session.record(
-                "backward",
-                place.entry,
-                tensor,
-                place.path,
-                gradient,
-                call=place.call,
-                micro_step=place.micro_step,
-                detail=session.clock.detail,
-            )
+            session.record("backward", entry, tensor, path, gradient, call=call, micro_step=micro, detail=detail)
 
 
 class BackwardWatch:

@@ -80,7 +80,7 @@ class Calls:
         self,
         session: Session,
         gradients: Gradients,
-        on_outermost: Callable[[ModuleEntry, bool], None],
+        on_outermost: Callable[[ModuleEntry, bool, Callable[[], bool]], None],
         *,
         discover: bool,
     ) -> None:
@@ -131,7 +131,7 @@ class Calls:
         if entry.transparent:
             return None
         if not stack:
-            self._announce(entry)
+            self._announce(entry, args, kwargs)
         frame = self._open(entry, stack)
         if self._session.capturing:
             try:
@@ -189,6 +189,11 @@ class Calls:
         """Return this thread's innermost open call of a module."""
         return next((frame for frame in reversed(self._thread.stack) if frame.entry is entry), None)
 
+    def drop(self) -> None:
+        """Let go of this thread's open calls and their graph: recording has ended in the middle of them."""
+        self._thread.stack.clear()
+        self._gradients.outermost_ended()
+
     # Parts --------------------------------------------------------------------------------------------------
 
     @staticmethod
@@ -197,10 +202,10 @@ class Calls:
         while stack and stack.pop() is not frame:
             pass
 
-    def _announce(self, entry: ModuleEntry) -> None:
+    def _announce(self, entry: ModuleEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A call inside of backward recomputes one that has been announced.
         if not _inside_backward():
-            self._on_outermost(entry, not torch.is_grad_enabled())
+            self._on_outermost(entry, not torch.is_grad_enabled(), lambda: _goes_on(args, kwargs))
 
     def _new_root(self, module: nn.Module) -> ModuleEntry | None:
         names = self._session.names
@@ -272,3 +277,8 @@ def _is_computed(value: Tensor) -> bool:
 
 def _inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
+
+
+def _goes_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call goes on with a graph: it is a criterion, or a second part of one pass."""
+    return any(tensor.grad_fn is not None for _, tensor in tensors_in_arguments(args, kwargs))

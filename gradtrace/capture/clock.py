@@ -62,17 +62,27 @@ class Clock:
         return self._generation, self.micro_step
 
     @property
+    def has_ticked(self) -> bool:
+        """Whether an optimizer has ended a step."""
+        return self._ticks > 0
+
+    @property
     def may_belong_before(self) -> bool:
         """Whether what is seen from now on may turn out to belong to the step that has just ended."""
         return not self.by_hand and (self._ever_others or self._ticks == 1)
 
-    def starts_step(self, *, evaluating: bool) -> bool:
-        """Whether the outermost call that is about to run starts a new step, there being no optimizer."""
+    def starts_step(self, *, evaluating: bool, goes_on: Callable[[], bool]) -> bool:
+        """Whether the outermost call that is about to run starts a new step, there being no optimizer.
+
+        ``goes_on`` tells whether the call continues a graph: such a call is part of the pass that has made it.
+        """
         if self.by_hand or self._clock is not None:
             return False
         if self._backward_ever:
-            return not evaluating and self.updated_without_optimizer()
-        return self._calls > 0 and not self._optimizers.exist()
+            starts = not evaluating and self.updated_without_optimizer()
+        else:
+            starts = self._calls > 0 and not self._optimizers.exist()
+        return starts and not goes_on()
 
     def updated_without_optimizer(self) -> bool:
         """Whether a backward has run in this step and nothing but the script itself can have used it."""

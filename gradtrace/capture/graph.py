@@ -13,6 +13,7 @@ whole is linear in the number of nodes however deep the modules are nested.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -30,12 +31,8 @@ sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number that the next node of this thread will get."""
 
 
-class Step(NamedTuple):
-    """A way out of a call: ``source``'s edge number ``slot`` leads to ``target``."""
-
-    source: Any
-    slot: int
-    target: Edge
+Step = tuple[Any, int, Edge]
+"""A way out of a call: the node that it starts from, the number of the node's edge, and where that leads."""
 
 
 class Entrance(NamedTuple):
@@ -117,6 +114,7 @@ class GraphMap:
         """
         ways_out: dict[Step, None] = {}
         certain = len(outputs) == 1
+        leaf_edges = self._leaf_edges
         seen = set(outputs)
         stack = list(outputs)
         while stack:
@@ -124,27 +122,30 @@ class GraphMap:
             self.visits += 1
             known = self._ways_out.get(node)
             if known is None:
-                steps = _steps_from(node)
+                steps: Iterable[Step] = zip(repeat(node), count(), node.next_functions)
             else:
                 steps, known_certain = known
                 certain = certain and known_certain
             for step in steps:
-                target = step.target[0]
-                if step.target in inputs or self._leads_out(step, start):
+                target = step[2]
+                next_node = target[0]
+                if next_node is None:
+                    continue
+                born = next_node._sequence_nr()
+                if target in inputs or (target in leaf_edges if born == _LEAF_SEQUENCE else born < start):
                     ways_out[step] = None
-                elif target._sequence_nr() != _LEAF_SEQUENCE and target not in seen:
-                    seen.add(target)
-                    stack.append(target)
+                elif born != _LEAF_SEQUENCE and next_node not in seen:
+                    seen.add(next_node)
+                    stack.append(next_node)
         result = (list(ways_out), certain)
         for node in outputs:
             self._ways_out[node] = result
-        return [Entrance(s.source, s.slot, inputs[s.target], s.target) for s in ways_out if s.target in inputs], certain
+        found = [Entrance(node, slot, inputs[edge], edge) for node, slot, edge in ways_out if edge in inputs]
+        return found, certain
 
-    def _leads_out(self, step: Step, start: int) -> bool:
-        born = step.target[0]._sequence_nr()
-        if born == _LEAF_SEQUENCE:
-            return step.target in self._leaf_edges
-        return bool(born < start)
+    def is_new(self, node: Any) -> bool:
+        """Whether no call inside has ended at this node."""
+        return node not in self._ways_out
 
     def on_arrival(self, node: Any, callback: Callback) -> None:
         """Call ``callback`` with the gradients that arrive at ``node``; the last one added is called first.
@@ -167,8 +168,3 @@ class GraphMap:
             stop = self._stops[node] = _Stop()
             node.register_prehook(stop)
         return stop
-
-
-def _steps_from(node: Any) -> list[Step]:
-    edges = node.next_functions
-    return [Step(node, index, edge) for index, edge in enumerate(edges) if edge[0] is not None]

@@ -7,6 +7,7 @@ against. What it cannot see, or bear, is in docs/how-it-works.md.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,8 +45,7 @@ class ModuleHooks:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._handles: list[Any] = []
-        self._hooked: dict[ModuleEntry, int] = {}
+        self._handles: dict[ModuleEntry, tuple[weakref.ref[nn.Module], list[Any]]] = {}
         self._forward_only: dict[Root, bool] = {}
         self._returned: dict[ModuleEntry, list[Frame]] = defaultdict(list)
         self._warned = False
@@ -64,9 +64,12 @@ class ModuleHooks:
             self._forward_only[root] = self._cannot_bear(top)
         for _, module in walk(top):
             entry = self._session.names.entry(module)
-            if entry is not None and not entry.transparent and self._hooked.get(entry) != entry.key:
-                self._hooked[entry] = entry.key
-                self._hook(module, entry, calls)
+            if entry is None or entry.transparent:
+                continue
+            known, handles = self._handles.get(entry, (None, []))
+            if known is not entry.ref:
+                _take_off(handles)  # of the module whose place this one has taken
+                self._handles[entry] = entry.ref, self._hook(module, entry, calls)
 
     def _cannot_bear(self, top: nn.Module) -> bool:
         try:
@@ -77,7 +80,7 @@ class ModuleHooks:
             return True
         return False
 
-    def _hook(self, module: nn.Module, entry: ModuleEntry, calls: Calls) -> None:
+    def _hook(self, module: nn.Module, entry: ModuleEntry, calls: Calls) -> list[Any]:
         guarded = self._session.guarded
         begin, register = guarded(calls.begin), guarded(self.register)
 
@@ -91,15 +94,16 @@ class ModuleHooks:
             if frame is not None:
                 self._ended(frame, result, calls)
 
-        self._handles += [
+        handles: list[Any] = [
             module.register_forward_pre_hook(before, with_kwargs=True),
             module.register_forward_hook(guarded(after), with_kwargs=True, always_call=True),
         ]
         if entry.selected and not self._forward_only[entry.root]:
-            self._handles += [
+            handles += [
                 module.register_full_backward_pre_hook(guarded(self._grad_output(entry))),
                 module.register_full_backward_hook(guarded(self._grad_input(entry))),
             ]
+        return handles
 
     def _ended(self, frame: Frame, result: Any, calls: Calls) -> None:
         if result is None:  # also when the call has raised
@@ -164,9 +168,14 @@ class ModuleHooks:
 
     def remove(self) -> None:
         """Take all hooks off."""
-        for handle in self._handles:
-            handle.remove()
+        for _, handles in self._handles.values():
+            _take_off(handles)
         self._handles.clear()
+
+
+def _take_off(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def refuse_in_place(top: nn.Module) -> None:

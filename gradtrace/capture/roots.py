@@ -30,7 +30,7 @@ def find_root(module: nn.Module) -> tuple[nn.Module, str]:
     The name is that of the variable or attribute that holds it, else the class's name.
     """
     best, label = module, ""
-    size = len(list(module.modules()))
+    size = len(_members(module))
     looked_at: set[int] = set()
     for name, candidate in _modules_in_sight(sys._getframe(1)):
         if unwrapped(candidate) is unwrapped(best):
@@ -38,10 +38,17 @@ def find_root(module: nn.Module) -> tuple[nn.Module, str]:
         if id(candidate) in looked_at:
             continue
         looked_at.add(id(candidate))
-        members = list(candidate.modules())
+        members = _members(candidate)
         if len(members) > size and any(member is module for member in members):
             best, label, size = candidate, name, len(members)
     return unwrapped(best), label or type(unwrapped(best)).__name__
+
+
+def _members(module: nn.Module) -> list[nn.Module]:
+    try:
+        return list(module.modules())
+    except AttributeError:  # in sight, but not made yet: its __init__ is running, or has failed
+        return []
 
 
 def _modules_in_sight(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]]:

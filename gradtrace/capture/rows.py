@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
 import pyarrow as pa
+import torch
 
 from gradtrace.capture.statistics import Measure
 from gradtrace.trace.schema import COLUMN_NAMES, Record, batch_of_columns
@@ -63,7 +64,7 @@ class RowBuffer:
         self._rank = rank
         self._seq = itertools.count()
         self._rows: list[tuple[Any, ...]] = []
-        self._shapes: dict[Any, str] = {}
+        self._text_of: dict[Any, str | None] = {None: None}
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -83,6 +84,10 @@ class RowBuffer:
         """Add a row."""
         self._rows.append((micro_step, phase, owner, call, tensor, path, measure, detail, arrived))
 
+    def are_all(self, phase: str) -> bool:
+        """Whether all rows are of this phase."""
+        return all(row[1] == phase for row in self._rows)
+
     def take(self) -> list[Row]:
         """Return all rows in order of ``seq`` and start anew."""
         return [Row(next(self._seq), *values) for values in self._cut()]
@@ -99,16 +104,25 @@ class RowBuffer:
 
     def batch(self, rows: list[Row], step: int, time: datetime) -> pa.RecordBatch:
         """Return the rows as one Arrow batch of step ``step``, which ended at ``time``."""
-        measures = [row.measure or _NOTHING for row in rows]
-        nothing = [None] * len(rows)
-        columns: dict[str, Any] = dict.fromkeys(COLUMN_NAMES, nothing)
+        seq, micro_step, phase, owners, call, tensor, path, measures, detail, _ = map(list, zip(*rows, strict=True))
+        measures = [_NOTHING if measure is None else measure for measure in measures]
+        same = len(rows)
+        names = {owner: None if owner is None else owner.name for owner in set(owners)}
+        columns: dict[str, Any] = dict.fromkeys(COLUMN_NAMES, [None] * same)
         columns.update(
-            rank=[self._rank] * len(rows),
-            step=[step] * len(rows),
-            time=[time] * len(rows),
-            seq=[row.seq for row in rows],
-            micro_step=[row.micro_step for row in rows],
-            call=[row.call for row in rows],
+            rank=[self._rank] * same,
+            step=[step] * same,
+            time=[time] * same,
+            seq=seq,
+            micro_step=micro_step,
+            call=call,
+            phase=phase,
+            module=[names[owner] for owner in owners],
+            tensor=tensor,
+            path=path,
+            dtype=self._texts([m.dtype for m in measures]),
+            shape=self._texts([m.shape for m in measures]),
+            device=self._texts([m.device for m in measures]),
             numel=[m.numel for m in measures],
             nan_count=[m.nan for m in measures],
             posinf_count=[m.posinf for m in measures],
@@ -116,26 +130,16 @@ class RowBuffer:
             min=[m.min for m in measures],
             max=[m.max for m in measures],
             norm=[m.norm for m in measures],
-        )
-        columns.update(
-            phase=_words(row.phase for row in rows),
-            module=_words(row.owner.name if row.owner else None for row in rows),
-            tensor=_words(row.tensor for row in rows),
-            path=_words(row.path for row in rows),
-            dtype=_words(_type_name(m.dtype) for m in measures),
-            shape=_words(self._shape(m.shape) for m in measures),
-            device=_words(None if m.device is None else str(m.device) for m in measures),
-            detail=_words(row.detail for row in rows),
+            detail=detail,
         )
         return batch_of_columns(columns)
 
-    def _shape(self, shape: Any) -> str | None:
-        if shape is None:
-            return None
-        text = self._shapes.get(shape)
-        if text is None:
-            text = self._shapes[shape] = str(list(shape))
-        return text
+    def _texts(self, values: list[Any]) -> list[str | None]:
+        """Return types, shapes and devices as the file names them; a run has few different ones."""
+        texts = self._text_of
+        for value in set(values).difference(texts):
+            texts[value] = str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
+        return [texts[value] for value in values]
 
 
 def records_that_matter(rows: Iterable[Row], step: int, rank: int) -> list[Record]:
@@ -170,10 +174,6 @@ def _record(row: Row, step: int, rank: int) -> Record:
     )
 
 
-def _type_name(dtype: Any) -> str | None:
-    return None if dtype is None else str(dtype).removeprefix("torch.")
-
-
 class _Nothing:
     """The measure of a row that has none: an event."""
 
@@ -181,10 +181,3 @@ class _Nothing:
 
 
 _NOTHING: Any = _Nothing()
-
-
-def _words(values: Iterable[str | None]) -> pa.Array[Any]:
-    """Dictionary-encode a column of few different words."""
-    codes: dict[str, int] = {}
-    indices = [None if v is None else codes.setdefault(v, len(codes)) for v in values]
-    return pa.DictionaryArray.from_arrays(pa.array(indices, pa.int32()), pa.array(list(codes), pa.string()))

@@ -44,10 +44,10 @@ class Steps:
 
     # What the parts report -----------------------------------------------------------------------------------
 
-    def outermost_call(self, entry: ModuleEntry, evaluating: bool) -> None:
-        """An outermost module call is about to start."""
+    def outermost_call(self, entry: ModuleEntry, evaluating: bool, goes_on: Callable[[], bool]) -> None:
+        """An outermost module call is about to start; ``goes_on`` tells whether it continues a graph."""
         session = self._session
-        if session.clock.starts_step(evaluating=evaluating):
+        if session.clock.starts_step(evaluating=evaluating, goes_on=goes_on):
             self._record_manual_update()
             self.close()
             self._next()
@@ -104,11 +104,19 @@ class Steps:
         """The recording ends: write what is in flight."""
         self._record_manual_update()
         self._resolve()
-        self.close()
+        self._close_last()
 
     def end_at_once(self) -> None:
         """The process is about to die: write what can be written without a wait."""
         if self.log is not None and not self.log.busy:
+            self._close_last()
+
+    def _close_last(self) -> None:
+        """Close the step in flight; an evaluation after the last step is none of its own."""
+        clock = self._session.clock
+        if clock.has_ticked and not clock.by_hand and self._session.rows.are_all("evaluation"):
+            self._extend_step_before()
+        else:
             self.close()
 
     def close(self) -> None:

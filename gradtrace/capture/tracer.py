@@ -211,6 +211,7 @@ class Tracer:
         with contextlib.ExitStack() as undo:  # goes on when one of them fails
             undo.enter_context(contextlib.suppress(Exception))
             undo.callback(self._parameters.arrivals.stop)
+            undo.callback(self._calls.drop)
             undo.callback(self._eager.remove)
             undo.callback(self._optimizers.remove)
             undo.callback(self._backward.remove)
@@ -271,7 +272,7 @@ def trace(
 
         with gradtrace.trace(model, "run.parquet") as tracer:
             train(model)
-        gradtrace.open_run(tracer.path).first_nan()
+        gradtrace.open_run(tracer.path).sql("select * from records where nan_count > 0")
 
     Raises:
         CaptureError, RunExistsError: see ``Tracer``; both when the block is entered.

@@ -392,3 +392,16 @@ def test_only_hooks_report_a_gradient_for_a_float_that_needs_none(tmp_path: Path
         recorded = record(model, tmp_path, run(model), engine=engine)
         paths[engine] = [path for (path,) in recorded.columns("path", module="", tensor="grad_input")]
     assert paths == {"graph": ["0"], "hooks": ["0", "1", "2"]}
+
+
+def test_hooks_follow_a_criterion_that_is_made_anew_in_each_step(tmp_path: Path) -> None:
+    def run() -> None:
+        model, batch = build("mlp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            nn.MSELoss()(model(batch), torch.zeros(5, 2)).backward()
+            optimizer.step()
+
+    recorded = record(None, tmp_path, run, engine="hooks")
+    assert recorded.columns("step", "call", module="MSELoss", tensor="output") == [(0, 0), (1, 0), (2, 0)]
+    assert recorded.columns("step", "call", module="MSELoss", tensor="grad_output") == [(0, 0), (1, 0), (2, 0)]

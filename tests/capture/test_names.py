@@ -271,6 +271,17 @@ def test_looking_for_a_root_keeps_no_variable_of_the_frames_alive() -> None:
     assert finalized == ["gone"]
 
 
+def test_a_model_that_is_still_being_made_is_passed_over() -> None:
+    class Makes(nn.Module):
+        def __init__(self) -> None:
+            self.early = find_root(nn.Linear(1, 1))  # ahead of nn.Module.__init__
+            super().__init__()
+
+    root, label = Makes().early
+    assert type(root) is nn.Linear
+    assert label == "Linear"
+
+
 def test_the_users_own_dictionary_of_variables_is_left_alone() -> None:
     model, number = Parts(), 3
     variables = locals()

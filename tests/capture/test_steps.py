@@ -26,6 +26,11 @@ def batch() -> Tensor:
     return torch.ones(2, 3)
 
 
+@pytest.fixture(autouse=True)
+def _no_optimizer_of_another_test() -> None:
+    gc.collect()
+
+
 def counted(recorded: Recorded, **wanted: object) -> list[tuple[int, int]]:
     """Return step and micro step of the rows, in order."""
     return recorded.columns("step", "micro_step", **wanted)
@@ -177,7 +182,6 @@ def test_models_built_one_after_the_other_share_no_step(tmp_path: Path) -> None:
                 model(batch()).mean().backward()
                 optimizer.step()
 
-    gc.collect()
     gc.disable()
     try:
         recorded = record(None, tmp_path, train)
@@ -217,7 +221,6 @@ def test_an_optimizer_stepped_inside_backward_is_not_the_clock(tmp_path: Path) -
 
 def test_without_an_optimizer_a_forward_after_a_backward_starts_a_step(tmp_path: Path) -> None:
     model = make_model()
-    gc.collect()
     norms = []
 
     def train() -> None:
@@ -238,7 +241,6 @@ def test_without_an_optimizer_a_forward_after_a_backward_starts_a_step(tmp_path:
 
 def test_without_any_backward_every_outermost_call_is_a_step(tmp_path: Path) -> None:
     model = make_model()
-    gc.collect()
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -248,6 +250,40 @@ def test_without_any_backward_every_outermost_call_is_a_step(tmp_path: Path) -> 
     recorded = record(model, tmp_path, evaluate)
     assert recorded.columns("step", "phase", tensor="output", module="") == [(s, "evaluation") for s in range(4)]
     assert recorded.info.steps == 4
+
+
+def test_a_criterion_goes_on_with_the_pass_of_its_model(tmp_path: Path) -> None:
+    model, criterion = make_model(), nn.MSELoss()
+
+    def train() -> None:
+        for _ in range(3):
+            model.zero_grad()
+            criterion(model(batch()), torch.zeros(2, 1)).backward()
+
+    recorded = record(None, tmp_path, train)
+    assert counted(recorded, tensor="output", module="") == [(0, 0), (1, 0), (2, 0)]
+    assert counted(recorded, tensor="output", module="criterion") == [(0, 0), (1, 0), (2, 0)]
+    assert counted(recorded, tensor="loss") == [(0, 0), (1, 0), (2, 0)]
+    assert recorded.info.steps == 3
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_an_evaluation_after_the_last_step_is_part_of_it(tmp_path: Path, rounds: int) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for _ in range(rounds):
+            model(batch()).mean().backward()
+            optimizer.step()
+        with torch.no_grad():
+            for _ in range(2):
+                model(batch())
+
+    recorded = record(model, tmp_path, train)
+    assert recorded.info.steps == rounds
+    assert counted(recorded, phase="evaluation", module="", tensor="output") == [(rounds - 1, 1)] * 2
+    assert len({row["time"] for row in recorded.where(step=rounds - 1)}) == 1
 
 
 def test_an_evaluation_before_training_is_part_of_the_first_step(tmp_path: Path) -> None:
@@ -267,12 +303,12 @@ def test_an_evaluation_before_training_is_part_of_the_first_step(tmp_path: Path)
 
     recorded = record(model, tmp_path, train)
     assert counted(recorded, tensor="loss") == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert recorded.columns("step", phase="evaluation", module="", tensor="output") == [(0,)] * 3 + [(1,), (2,)]
+    # The last one comes after all steps: it is counted to the step before it.
+    assert recorded.columns("step", phase="evaluation", module="", tensor="output") == [(0,)] * 3 + [(1,), (1,)]
 
 
 def test_an_optimizer_made_after_the_first_calls_still_ends_steps(tmp_path: Path) -> None:
     model = make_model()
-    gc.collect()
 
     def train() -> None:
         with torch.no_grad():
