@@ -155,7 +155,7 @@ class Names:
         for root in self.roots:
             if root.ref() is None and root.kind is type(module) and root.wanted == label:
                 root.ref = weakref.ref(module)
-                self._parameters = {k: e for k, e in self._parameters.items() if e.ref() is not None}
+                self._parameters = {k: e for k, e in list(self._parameters.items()) if e.ref() is not None}
                 self.refresh(root)
                 return True
         return False

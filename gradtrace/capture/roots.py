@@ -64,16 +64,15 @@ def _modules_in_sight(frame: FrameType | None) -> Iterator[tuple[str, nn.Module]
 
 
 def _local_variables(frame: FrameType) -> dict[str, Any]:
-    """Return a function's local variables; a module's or class's are not meant.
+    """Return a copy of a frame's local variables.
 
-    Up to Python 3.12 the frame keeps the dictionary that it is asked for, and with it every tensor that was
-    in a variable at that time. It is emptied, unless the user holds it: ``locals()`` is the same one.
+    Up to Python 3.12 a function's frame keeps the dictionary that it is asked for, and with it every tensor
+    that was in a variable at that time. It is emptied, unless the user holds it: ``locals()`` is the same one.
     """
-    if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
-        return {}
     variables = frame.f_locals
     copy = dict(variables)
-    if type(variables) is dict and sys.getrefcount(variables) <= _REFERENCES:
+    is_snapshot = type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED
+    if is_snapshot and sys.getrefcount(variables) <= _REFERENCES:
         variables.clear()
     return copy
 

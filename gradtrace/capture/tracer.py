@@ -40,6 +40,7 @@ from gradtrace.capture.statistics import Statistics
 from gradtrace.capture.steps import Steps
 from gradtrace.errors import CaptureError
 from gradtrace.trace.runinfo import RunInfo
+from gradtrace.trace.secrets import masked
 from gradtrace.trace.writer import RunWriter
 
 Engine = Literal["graph", "hooks"]
@@ -104,7 +105,7 @@ class Tracer:
             attempt=self._launch.attempt,
             rank=self._launch.rank,
             world_size=self._launch.world_size,
-            command=list(command),
+            command=masked(command),
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
             config={
                 "engine": engine,

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gradtrace.capture.graph import GraphMap, edge_of, sequence_number
 from gradtrace.capture.tracer import Tracer
+from gradtrace.errors import GradtraceWarning
 
 
 class Chain(nn.Module):
@@ -203,3 +204,20 @@ def test_a_finished_recording_holds_no_graph(tmp_path: Path) -> None:
     assert tracer.info.records > 0
     gc.collect()
     assert alive() == before
+
+
+def test_a_recording_that_fails_in_the_middle_of_a_call_lets_go_of_its_graph(tmp_path: Path) -> None:
+    class Fails(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            tracer._session.fail(ValueError("in the middle"))
+            return x * 2
+
+    model, x = nn.Sequential(nn.Linear(4, 4), Fails(), nn.Linear(4, 4)), torch.ones(2, 4)
+    gc.collect()
+    before = alive()
+    with Tracer(model, tmp_path / "run.parquet") as tracer:
+        with pytest.warns(GradtraceWarning, match="in the middle"):
+            model(x)
+        assert tracer._calls._thread.stack == []
+        gc.collect()
+        assert alive() == before

@@ -271,6 +271,14 @@ def test_looking_for_a_root_keeps_no_variable_of_the_frames_alive() -> None:
     assert finalized == ["gone"]
 
 
+def test_variables_of_code_that_is_run_by_exec_are_seen() -> None:
+    variables: dict[str, Any] = {}
+    script = "model = Parts(); root, label = find_root(model.decoder)"
+    exec(script, {"Parts": Parts, "find_root": find_root}, variables)
+    assert variables["root"] is variables["model"]
+    assert variables["label"] == "model"
+
+
 def test_a_model_that_is_still_being_made_is_passed_over() -> None:
     class Makes(nn.Module):
         def __init__(self) -> None:
