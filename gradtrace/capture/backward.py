@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradtrace.capture.boundaries import Found
 from gradtrace.capture.calls import Frame
-from gradtrace.capture.graph import Entrance, GraphMap, sequence_number
+from gradtrace.capture.graph import Edge, Entrance, GraphMap, Step, sequence_number
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.patching import Patch
 from gradtrace.capture.session import Session, quiet
@@ -64,12 +64,22 @@ class Watched:
         return self.asked - len(self.fired) if self.fired else 0
 
 
+class _Inside:
+    """What an output's gradient owes to the call's own use of that output, in the pass in flight."""
+
+    __slots__ = ("total",)
+
+    def __init__(self) -> None:
+        self.total: Tensor | None = None
+
+
 class _Place:
     """Where a gradient belongs."""
 
-    __slots__ = ("call", "entry", "micro_step", "number", "path", "watched")
+    __slots__ = ("call", "entry", "inside", "micro_step", "number", "path", "watched")
 
-    def __init__(self, frame: Frame, path: str, watched: Watched) -> None:
+    def __init__(self, frame: Frame, path: str, watched: Watched, inside: _Inside | None = None) -> None:
+        self.inside = inside
         self.entry: ModuleEntry = frame.entry
         self.call = frame.call
         self.micro_step = frame.micro_step
@@ -100,9 +110,11 @@ class GraphGradients:
         self._thread = _Thread()
         self._watched: list[Watched] = []
         self._partial: list[_Sum] = []
+        self._insides: list[_Inside] = []
         self._on_arrival = session.guarded(self._arrived)
         self._on_leaving = session.guarded(self._left)
         self._on_departure = session.guarded(self._departed)
+        self._on_own_use = session.guarded(self._used)
         self._on_passing = session.guarded(self._passed)
         self.visits = 0
 
@@ -123,7 +135,7 @@ class GraphGradients:
         graph = self._thread.map
         before = graph.visits
         is_new = len(arrivals) == 1 and graph.is_new(next(iter(arrivals)))
-        entrances, certain = graph.entrances(list(arrivals), frame.input_edges, frame.start)
+        region = graph.region(list(arrivals), frame.input_edges, frame.start)
         self.visits += graph.visits - before
         if not frame.entry.selected:
             return
@@ -131,13 +143,15 @@ class GraphGradients:
             outermost.watched = Watched()
             if outermost.phase == "forward":
                 self._watched.append(outermost.watched)
+        entrances = region.entrances(frame.input_edges)
         if is_new and len(entrances) == 1 and entrances[0].source in arrivals:
             self._watch_node(frame, outermost.watched, arrivals, entrances[0])
             return
+        insides = self._watch_own_uses(region.own_uses)
         for node, numbers in arrivals.items():
-            places = [(number, _Place(frame, path, outermost.watched)) for number, path in numbers]
+            places = [(n, _Place(frame, path, outermost.watched, insides.get((node, n)))) for n, path in numbers]
             graph.on_arrival(node, functools.partial(self._on_arrival, places))
-        self._watch_inputs(frame, outermost.watched, entrances, certain)
+        self._watch_inputs(frame, outermost.watched, entrances, region.certain)
 
     def outermost_ended(self) -> None:
         """Drop the nodes of the pass."""
@@ -148,6 +162,9 @@ class GraphGradients:
         partial, self._partial = self._partial, []
         for total in partial:
             self._complete(total)
+        insides, self._insides = self._insides, []
+        for inside in insides:
+            inside.total = None
 
     def never_fired(self) -> int:
         """Return how many boundaries of the step no gradient reached, and start counting anew."""
@@ -178,6 +195,14 @@ class GraphGradients:
         leaving = _Place(frame, entrance.path, watched)
         node.register_hook(functools.partial(self._on_passing, places, entrance.slot, leaving))
 
+    def _watch_own_uses(self, own_uses: list[Step]) -> dict[Edge, _Inside]:
+        """Keep apart what comes to the outputs from inside of the call: it is not the call's grad_output."""
+        insides: dict[Edge, _Inside] = {}
+        for node, slot, edge in own_uses:
+            inside = insides.setdefault(edge, _Inside())
+            node.register_hook(functools.partial(self._on_own_use, slot, inside))
+        return insides
+
     def _watch_inputs(self, frame: Frame, watched: Watched, entrances: list[Entrance], certain: bool) -> None:
         edges = Counter(entrance.path for entrance in entrances)
         sums = {path: _Sum(_Place(frame, path, watched), count) for path, count in edges.items()}
@@ -196,8 +221,29 @@ class GraphGradients:
     def _arrived(self, places: list[tuple[int, _Place]], gradients: Arrived) -> None:
         for number, place in places:
             gradient = gradients[number]
+            if gradient is not None and place.inside is not None:
+                gradient = self._from_outside(gradient, place.inside)
             if gradient is not None:
                 self._record(place, "grad_output", gradient)
+
+    def _used(self, slot: int, inside: _Inside, gradients: Arrived, _: Arrived) -> None:
+        gradient = gradients[slot]
+        if gradient is None or not self._session.capturing:
+            return
+        if inside.total is None:
+            self._insides.append(inside)
+        with quiet():
+            inside.total = gradient if inside.total is None else inside.total + gradient
+
+    def _from_outside(self, gradient: Tensor, inside: _Inside) -> Tensor | None:
+        """Return the part of an output's gradient that the call's own use of it does not explain."""
+        own, inside.total = inside.total, None
+        if own is None:
+            return gradient
+        if own is gradient:
+            return None
+        with quiet():
+            return torch.where(own.isfinite(), gradient - own, 0)
 
     def _passed(
         self, arriving: list[tuple[int, _Place]], slot: int, leaving: _Place, after: Arrived, before: Arrived

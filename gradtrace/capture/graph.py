@@ -59,6 +59,23 @@ def edge_of(tensor: Tensor) -> Edge | None:
     return edge.node, edge.output_nr
 
 
+class Region(NamedTuple):
+    """A call as a part of the graph.
+
+    ``certain`` says whether every backward pass that reaches the call goes over all of ``ways_out``: it need
+    not where there are several outputs, here or in a call inside. ``own_uses`` are the edges from inside of the
+    call to its own outputs: a mean that is returned, and from which a sample was drawn.
+    """
+
+    ways_out: list[Step]
+    certain: bool
+    own_uses: list[Step]
+
+    def entrances(self, inputs: dict[Edge, str]) -> list[Entrance]:
+        """Return the edges that lead to ``inputs``."""
+        return [Entrance(node, slot, inputs[edge], edge) for node, slot, edge in self.ways_out if edge in inputs]
+
+
 class _Stop:
     """What is to be done when gradients arrive at a node."""
 
@@ -84,13 +101,13 @@ class GraphMap:
 
     def __init__(self) -> None:
         self.visits = 0
-        self._ways_out: dict[Any, tuple[list[Step], bool]] = {}
+        self._regions: dict[Any, Region] = {}
         self._stops: dict[Any, _Stop] = {}
         self._leaf_edges: set[Edge] = set()
 
     def clear(self) -> None:
         """Forget the nodes of the pass."""
-        self._ways_out.clear()
+        self._regions.clear()
         self._stops.clear()
         self._leaf_edges.clear()
 
@@ -105,27 +122,29 @@ class GraphMap:
                     self._leaf_edges.add(edge)
         return edges
 
-    def entrances(self, outputs: Sequence[Any], inputs: dict[Edge, str], start: int) -> tuple[list[Entrance], bool]:
-        """Return the edges that lead from inside of a call to its ``inputs``, and remember its ways out.
+    def region(self, outputs: Sequence[Any], inputs: dict[Edge, str], start: int) -> Region:
+        """Find out what lies inside of a call, and remember it.
 
         ``outputs`` are the nodes of the call's outputs; nodes with a sequence number of at least ``start`` were
-        born inside of it. The second result says whether every backward pass that reaches the call goes over
-        all of these edges: it need not where there are several outputs, here or in a call inside.
+        born inside of it.
         """
         ways_out: dict[Step, None] = {}
+        own_uses: dict[Step, None] = {}
         certain = len(outputs) == 1
         leaf_edges = self._leaf_edges
+        ends = set(outputs)
         seen = set(outputs)
         stack = list(outputs)
         while stack:
             node = stack.pop()
             self.visits += 1
-            known = self._ways_out.get(node)
+            known = self._regions.get(node)
             if known is None:
                 steps: Iterable[Step] = zip(repeat(node), count(), node.next_functions)
             else:
-                steps, known_certain = known
-                certain = certain and known_certain
+                steps = known.ways_out
+                certain = certain and known.certain
+                own_uses.update((step, None) for step in known.own_uses if step[2][0] in ends)
             for step in steps:
                 target = step[2]
                 next_node = target[0]
@@ -134,18 +153,20 @@ class GraphMap:
                 born = next_node._sequence_nr()
                 if target in inputs or (target in leaf_edges if born == _LEAF_SEQUENCE else born < start):
                     ways_out[step] = None
-                elif born != _LEAF_SEQUENCE and next_node not in seen:
-                    seen.add(next_node)
-                    stack.append(next_node)
-        result = (list(ways_out), certain)
+                elif born != _LEAF_SEQUENCE:
+                    if next_node in ends:
+                        own_uses[step] = None
+                    if next_node not in seen:
+                        seen.add(next_node)
+                        stack.append(next_node)
+        region = Region(list(ways_out), certain, list(own_uses))
         for node in outputs:
-            self._ways_out[node] = result
-        found = [Entrance(node, slot, inputs[edge], edge) for node, slot, edge in ways_out if edge in inputs]
-        return found, certain
+            self._regions[node] = region
+        return region
 
     def is_new(self, node: Any) -> bool:
         """Whether no call inside has ended at this node."""
-        return node not in self._ways_out
+        return node not in self._regions
 
     def on_arrival(self, node: Any, callback: Callback) -> None:
         """Call ``callback`` with the gradients that arrive at ``node``; the last one added is called first.

@@ -6,6 +6,7 @@ after them waits too: the file is in the order of ``seq``.
 
 from __future__ import annotations
 
+import threading
 from datetime import datetime, timezone
 from itertools import takewhile
 
@@ -25,6 +26,7 @@ class StepLog:
         self.closed = False
         self.busy = False
         """Whether rows are being handed over: a signal handler must not hand over others then."""
+        self._lock = threading.RLock()  # backward passes of several threads end here
         self._session = session
         self._info = info
         self._late: list[tuple[int, datetime, list[Row]]] = []
@@ -38,16 +40,25 @@ class StepLog:
 
     def end_step(self, step: int) -> None:
         """Write the rows in flight as rows of ``step``."""
-        self._write(step, self._session.rows.take())
+        with self._lock:
+            self._write(step, self._session.rows.take())
 
     def extend_step(self, step: int, shift: int) -> None:
         """Write the rows in flight as more rows of ``step``, their micro steps moved up by ``shift``."""
-        rows = self._session.rows.take()
-        self._write(step, [row._replace(micro_step=row.micro_step + shift) for row in rows])
+        with self._lock:
+            rows = self._session.rows.take()
+            self._write(step, [row._replace(micro_step=row.micro_step + shift) for row in rows])
 
     def write_late(self) -> None:
         """Write the rows that waited for their numbers, up to the first that still waits."""
-        self.busy = True
+        with self._lock:
+            self.busy = True
+            try:
+                self._write_ready()
+            finally:
+                self.busy = False
+
+    def _write_ready(self) -> None:
         while self._late:
             step, time, rows = self._late.pop(0)
             ready = list(takewhile(lambda row: not row.pending, rows))
@@ -56,7 +67,6 @@ class StepLog:
             self._write_now(step, time, [row for row in ready if row.matters])
             if len(ready) < len(rows):
                 break
-        self.busy = False
 
     def _write(self, step: int, rows: list[Row]) -> None:
         if not rows:

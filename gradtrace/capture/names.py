@@ -292,9 +292,15 @@ _SOURCES: dict[type, tuple[str | None, int | None]] = {}
 
 
 def _source_of(kind: type) -> tuple[str | None, int | None]:
-    """Return file and first line of the class's ``forward``, from its code object: no file is read."""
+    """Return file and first line of the class's ``forward``, from its code object: no file is read.
+
+    None where there is no such code: of a scripted module, and of ModuleList and the like, which are never called.
+    """
     if kind not in _SOURCES:
-        # A scripted module has none, and asking for it raises.
-        code = getattr(inspect.unwrap(getattr(kind, "forward", None)), "__code__", None)  # type: ignore[arg-type]
+        # Asking a scripted module for it raises.
+        forward = getattr(kind, "forward", None)
+        code = getattr(inspect.unwrap(forward), "__code__", None)  # type: ignore[arg-type]
+        if forward is nn.Module.forward:
+            code = None
         _SOURCES[kind] = (code.co_filename, code.co_firstlineno) if code else (None, None)
     return _SOURCES[kind]

@@ -197,6 +197,7 @@ class Tracer:
             with contextlib.suppress(Exception):  # said already
                 log.complete_info()
         session.active = session.capturing = False
+        self._models = {}
         if not quickly:  # what a signal has interrupted may hold a lock, and all is over anyway
             self._detach()
         if session.failure is not None:

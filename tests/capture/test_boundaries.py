@@ -391,3 +391,80 @@ def test_integers_are_recorded_only_where_they_enter_from_outside(tmp_path: Path
     seen = [(row["module"], row["tensor"], row["path"], row["phase"], row["min"], row["max"]) for row in rows]
     assert seen == [("", "input", "0", "input", 1, 7), ("criterion", "input", "1", "input", 0, 2)]
     assert [(row["nan_count"], row["norm"]) for row in rows] == [(0, None), (0, None)]
+
+
+class Encoder(nn.Module):
+    """Gives back a mean and what it has made of it, as variational autoencoders do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        mean = self.mean(x)
+        return mean, mean.exp() * 3
+
+
+def test_what_a_call_makes_of_its_own_output_is_not_its_grad_output(tmp_path: Path) -> None:
+    model = nn.Sequential(Encoder())
+    x = torch.tensor([[0.5, -1.0]])
+
+    def run() -> None:
+        for _ in range(2):
+            mean, sample = model(x)
+            (5 * mean + sample).sum().backward()
+
+    recorded = record(model, tmp_path, run)
+    own = model[0].mean(x).exp() * 3
+    for step in (0, 1):
+        for module in ("", "0"):
+            mean, sample = (recorded.only(step=step, module=module, tensor="grad_output", path=p) for p in "01")
+            assert_holds(mean, torch.full((1, 2), 5.0))
+            assert_holds(sample, torch.ones(1, 2))
+        assert_holds(recorded.only(step=step, module="0.mean", tensor="grad_output"), 5 + own)
+
+
+def test_an_output_that_only_its_own_call_uses_has_no_grad_output(tmp_path: Path) -> None:
+    """A model that computes its loss itself: nothing comes to the logits from outside."""
+    model, x = Encoder(), torch.tensor([[0.5, -1.0]])
+
+    def run() -> None:
+        for _ in range(2):
+            model(x)[1].sum().backward()
+
+    recorded = record(model, tmp_path, run)
+    assert recorded.columns("step", "path", module="", tensor="grad_output") == [(0, "1"), (1, "1")]
+    own = model.mean(x).exp() * 3
+    for row in recorded.where(module="mean", tensor="grad_output"):
+        assert_holds(row, own)
+
+
+def test_a_nan_from_inside_is_not_said_to_come_from_outside(tmp_path: Path) -> None:
+    class Bad(Encoder):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            mean = self.mean(x)
+            return mean, (mean * torch.tensor([1.0, float("nan")])).sum()
+
+    model, x = Bad(), torch.tensor([[0.5, -1.0]])
+
+    def run() -> None:
+        mean, loss = model(x)
+        (loss + mean.sum()).backward()
+
+    recorded = record(model, tmp_path, run)
+    rows = recorded.where(module="", tensor="grad_output", path="0")
+    assert [(row["nan_count"], row["max"]) for row in rows] == [(0, 1.0)]
+    assert recorded.only(module="mean", tensor="grad_output")["nan_count"] == 1
+
+
+def test_a_nan_from_outside_is_seen_beside_the_calls_own_use(tmp_path: Path) -> None:
+    model, x = Encoder(), torch.tensor([[0.5, -1.0]])
+
+    def run() -> None:
+        mean, sample = model(x)
+        (mean * torch.tensor([1.0, float("nan")]) + sample).sum().backward()
+
+    recorded = record(model, tmp_path, run)
+    row = recorded.only(module="", tensor="grad_output", path="0")
+    assert (row["nan_count"], row["max"]) == (1, 1.0)
+    assert recorded.only(module="", tensor="grad_output", path="1")["nan_count"] == 0

@@ -85,7 +85,6 @@ PLACES = [
     (GraphGradients, "_arrived"),
     (GraphGradients, "_left"),
     (GraphGradients, "_passed"),
-    (GraphGradients, "_passed"),
     (GraphGradients, "backward_ended"),
     (GraphGradients, "never_fired"),
     (BackwardWatch, "_backward_starts"),

@@ -87,10 +87,11 @@ def test_entrances_are_the_edges_into_the_inputs() -> None:
     assert inputs == {(x.grad_fn, 0): "0", edge_of(y): "y"}
     start = sequence_number()
     out = (x * y + x).sum()
-    entrances, certain = graph.entrances([out.grad_fn], inputs, start)
-    found = sorted((type(e.source).__name__, e.slot, e.path) for e in entrances)
+    region = graph.region([out.grad_fn], inputs, start)
+    found = sorted((type(e.source).__name__, e.slot, e.path) for e in region.entrances(inputs))
     assert found == [("AddBackward0", 1, "0"), ("MulBackward0", 0, "0"), ("MulBackward0", 1, "y")]
-    assert certain
+    assert region.certain
+    assert region.own_uses == []
 
 
 def test_an_edge_behind_another_output_is_not_certain_to_be_passed() -> None:
@@ -100,10 +101,10 @@ def test_an_edge_behind_another_output_is_not_certain_to_be_passed() -> None:
     start = sequence_number()
     used, unused = x * 2, x * 3
     outer = used + x
-    assert graph.entrances([used.grad_fn, unused.grad_fn], inputs, start)[1] is False
-    entrances, certain = graph.entrances([outer.grad_fn], inputs, start)
-    assert len(entrances) == 3
-    assert certain is False
+    assert graph.region([used.grad_fn, unused.grad_fn], inputs, start).certain is False
+    region = graph.region([outer.grad_fn], inputs, start)
+    assert len(region.entrances(inputs)) == 3
+    assert region.certain is False
 
 
 def test_a_leaf_that_is_no_input_of_any_call_is_no_way_out() -> None:
@@ -112,7 +113,20 @@ def test_a_leaf_that_is_no_input_of_any_call_is_no_way_out() -> None:
     inputs = graph.edges_of([("0", x)])
     start = sequence_number()
     out = x * weight
-    assert [e.path for e in graph.entrances([out.grad_fn], inputs, start)[0]] == ["0"]
+    assert [e.path for e in graph.region([out.grad_fn], inputs, start).entrances(inputs)] == ["0"]
+
+
+def test_own_uses_are_the_edges_from_inside_to_an_output() -> None:
+    x = torch.ones(2, requires_grad=True) * 1
+    graph = GraphMap()
+    inputs = graph.edges_of([("0", x)])
+    start = sequence_number()
+    mean = x * 2
+    sample = mean + 1
+    region = graph.region([mean.grad_fn, sample.grad_fn], inputs, start)
+    assert [(step[0], step[2]) for step in region.own_uses] == [(sample.grad_fn, (mean.grad_fn, 0))]
+    outer = graph.region([mean.grad_fn, sample.grad_fn], inputs, start)
+    assert outer.own_uses == region.own_uses
 
 
 def test_callbacks_of_the_outer_call_come_first_and_sums_before_all() -> None:

@@ -354,3 +354,20 @@ def test_scripted_modules_have_names_and_no_source(tmp_path: Path) -> None:
     assert recorded.info.end == "completed"
     assert names_of(recorded) == PLAIN
     assert len(recorded.where(module="", tensor="grad_output")) == 1
+
+
+def test_a_module_list_has_no_source_since_it_is_never_called(tmp_path: Path) -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(3, 3)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers[0](x)
+
+    model = Stack()
+    recorded = record(model, tmp_path, lambda: model(torch.ones(2, 3)).sum().backward())
+    stack, layers, linear = recorded.info.modules
+    assert (stack.file, stack.calls) == (__file__, 1)
+    assert (layers.type, layers.file, layers.line, layers.calls) == ("ModuleList", None, None, 0)
+    assert linear.calls == 1

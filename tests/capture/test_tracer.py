@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -227,6 +229,35 @@ def test_threads_append_their_rows_without_losing_any(tmp_path: Path) -> None:
     for name in models:
         assert len(recorded.where(tensor="output", module=f"{name}.0")) == calls
     assert [row["seq"] for row in recorded.rows] == list(range(len(recorded.rows)))
+
+
+def test_a_tracer_that_has_stopped_keeps_no_model(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        model = make_model()
+        with Tracer(model, tmp_path / "run.parquet") as tracer:
+            train(model)
+        dead = weakref.ref(model)
+        del model
+        assert dead() is None
+        assert tracer.info.steps == 2
+    finally:
+        gc.enable()
+
+
+def test_threads_that_finish_steps_at_once_keep_the_order(tmp_path: Path) -> None:
+    with Tracer(None, tmp_path / "run.parquet", _on_device=True) as tracer:
+        threads = [threading.Thread(target=train, args=(make_model(), 30)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert tracer.info.end == "completed"
+    recorded = read(tmp_path / "run.parquet")
+    assert len(recorded.where(tensor="loss")) == 90
+    numbers = [row["seq"] for row in recorded.rows]
+    assert numbers == sorted(set(numbers))
 
 
 def test_a_long_step_is_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

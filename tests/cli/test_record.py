@@ -296,7 +296,7 @@ def test_only_rank_zero_sums_up(directory):
 MODULES = [
     ModuleInfo("", "Net", root=True, calls=3),
     ModuleInfo("layers.0.attn", "Attention", calls=3),
-    ModuleInfo("layers.0.mlp", "MLP", calls=0),
+    ModuleInfo("layers.0.mlp", "MLP", file="net.py", calls=0),
 ]
 
 
@@ -359,6 +359,11 @@ def test_one_of_a_thing_is_singular():
     facts = words(steps=1, records=1, modules=MODULES[:1])[0].text
 
     assert facts == "wrote run.parquet: 1 step, 1 of 1 module, 1 record, 61.3 MB"
+
+
+def test_a_module_without_code_of_its_own_is_not_missed():
+    facts = words(modules=[*MODULES, ModuleInfo("layers", "ModuleList", calls=0)])[0].text
+    assert "2 of 3 modules" in facts
 
 
 def test_a_recording_that_stopped_early_says_where_and_why():
