@@ -31,7 +31,7 @@ class Tracer:
             last_step=1,
             notes=[],
             unmeasured={},
-            modules=[SimpleNamespace(name="", calls=2)],
+            modules=[SimpleNamespace(name="", file="net.py", calls=2)],
         )
 
     def start(self):
