@@ -223,6 +223,7 @@ class GraphGradients:
             gradient = gradients[number]
             if gradient is not None and place.inside is not None:
                 gradient = self._from_outside(gradient, place.inside)
+                place.watched.fired.add(place.number)
             if gradient is not None:
                 self._record(place, "grad_output", gradient)
 

@@ -1,9 +1,10 @@
 """The autograd graph: where a module call's gradients enter and leave.
 
-``grad_output`` of a call is what arrives at the node that made the output. ``grad_input`` is the call's own
-contribution to the gradient of its input: what flows over those edges that lead from a node born inside of the
-call to the input's gradient edge. A hook on the input tensor would be wrong: it sees the sum over all
-consumers and so accuses the innocent branch of a residual.
+``grad_output`` of a call is what arrives at the node that made the output, less what the call itself sends
+there: it may go on using its output, as a model that returns its logits with the loss does. ``grad_input`` is
+the call's own contribution to the gradient of its input: what flows over those edges that lead from a node
+born inside of the call to the input's gradient edge. A hook on the input tensor would be wrong: it sees the sum
+over all consumers and so accuses the innocent branch of a residual.
 
 The nodes inside of a call are found by walking back from its outputs, no further than nodes that are older
 than the call. A call inside of it has been walked already: its result stands in for its nodes, so that the

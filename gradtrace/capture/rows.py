@@ -7,6 +7,7 @@ looked up once a step, when the columns are built.
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
@@ -63,6 +64,7 @@ class RowBuffer:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._seq = itertools.count()
+        self._lock = threading.RLock()
         self._rows: list[tuple[Any, ...]] = []
         self._text_of: dict[Any, str | None] = {None: None}
 
@@ -97,9 +99,10 @@ class RowBuffer:
         self._cut()
 
     def _cut(self) -> list[tuple[Any, ...]]:
-        count = len(self._rows)
-        cut = self._rows[:count]
-        del self._rows[:count]
+        with self._lock:
+            count = len(self._rows)
+            cut = self._rows[:count]
+            del self._rows[:count]
         return cut
 
     def batch(self, rows: list[Row], step: int, time: datetime) -> pa.RecordBatch:

@@ -9,6 +9,7 @@ copy. Only this module looks at the values of tensors.
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import defaultdict
 
@@ -95,6 +96,7 @@ class Statistics:
     def __init__(self, *, on_device: bool | None = None) -> None:
         """``on_device`` forces the accelerator's way (True) or the CPU's way (False) for every tensor."""
         self._on_device = on_device
+        self._lock = threading.RLock()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Measure]] = {}
         self._pending: list[tuple[Measure, Tensor]] = []
 
@@ -127,8 +129,8 @@ class Statistics:
         is_integer = values.dtype in _INTEGER_TYPES
         if self.waits(values):
             numbers = _device_extremes(values) if is_integer else _device_numbers(values)
-            self._pending.append((measure, numbers))
             measure.pending = True
+            self._pending.append((measure, numbers))
         elif is_integer:
             low, high = torch.aminmax(values)
             measure.min, measure.max = float(low.item()), float(high.item())
@@ -162,14 +164,21 @@ class Statistics:
         if not self._pending:
             return
         by_device: dict[torch.device, list[tuple[Measure, Tensor]]] = defaultdict(list)
-        for pending in self._pending:
+        for pending in self._taken():
             by_device[pending[1].device].append(pending)
-        self._pending = []
         for group in by_device.values():
             rows = torch.stack([numbers for _, numbers in group]).tolist()
             for (measure, _), row in zip(group, rows, strict=True):
                 _fill_from_row(measure, row)
                 measure.pending = False
+
+    def _taken(self) -> list[tuple[Measure, Tensor]]:
+        """Take what waits; other threads may go on adding, and may resolve too."""
+        with self._lock:
+            count = len(self._pending)
+            taken = self._pending[:count]
+            del self._pending[:count]
+        return taken
 
     def forget(self) -> None:
         """Drop what was remembered of tensors, so that memory does not grow from step to step."""

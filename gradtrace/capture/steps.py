@@ -5,6 +5,7 @@ The parts of the capture report here; from here rows go to the log, step by step
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from torch import Tensor
@@ -39,6 +40,8 @@ class Steps:
         self._never_fired = never_fired
         self._forget_step = forget_step
         self._dirty = False
+        self._may_wait = True
+        self._lock = threading.RLock()
         session.clock.is_over = parameters.is_over
         session.clock.on_backward = self._backward_starts
 
@@ -72,7 +75,11 @@ class Steps:
                 self._session.record("optimizer", None, "loss_scale", str(number), scale, once=False)
 
     def optimizer_stepped(self, optimizer: Optimizer, skipped: bool, inside_backward: bool) -> None:
-        """An optimizer has stepped, or was skipped."""
+        """An optimizer has stepped, or was skipped; threads that train at once end their steps one by one."""
+        with self._lock:
+            self._stepped(optimizer, skipped, inside_backward)
+
+    def _stepped(self, optimizer: Optimizer, skipped: bool, inside_backward: bool) -> None:
         session, clock = self._session, self._session.clock
         self._dirty = True
         belongs = clock.optimizer_stepped(optimizer, inside_backward=inside_backward)
@@ -109,6 +116,7 @@ class Steps:
     def end_at_once(self) -> None:
         """The process is about to die: write what can be written without a wait."""
         if self.log is not None and not self.log.busy:
+            self._may_wait = False
             self._close_last()
 
     def _close_last(self) -> None:
@@ -125,7 +133,7 @@ class Steps:
         fired = self._never_fired()
         if fired:
             session.unmeasured[_NEVER_FIRED] += fired
-        if not session.clock.backward_in_step and session.statistics.waiting:
+        if self._may_wait and not session.clock.backward_in_step and session.statistics.waiting:
             self._resolve()
         self._write_piece()
         self._dirty = False

@@ -437,6 +437,7 @@ def test_an_output_that_only_its_own_call_uses_has_no_grad_output(tmp_path: Path
     own = model.mean(x).exp() * 3
     for row in recorded.where(module="mean", tensor="grad_output"):
         assert_holds(row, own)
+    assert recorded.info.unmeasured == {}
 
 
 def test_a_nan_from_inside_is_not_said_to_come_from_outside(tmp_path: Path) -> None:
