@@ -25,7 +25,7 @@ demo: .venv/.installed
 	.venv/bin/gradtrace first-nan $(DEMO_RUN)
 
 test: lint
-	.venv-test/bin/python -m pytest tests --ignore=tests/integrations $(PYTEST_ARGS)
+	.venv-test/bin/python -m pytest -n auto tests --ignore=tests/integrations $(PYTEST_ARGS)
 
 lint: .venv-test/.installed
 	.venv-test/bin/ruff check .
