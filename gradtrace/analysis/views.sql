@@ -58,7 +58,8 @@ counts AS (
         rank,
         step,
         max(time) AS time,
-        max(micro_step) + 1 AS micro_steps,
+        -- An evaluation between two passes is no pass of the step.
+        coalesce(max(micro_step) FILTER (WHERE phase <> 'evaluation'), 0) + 1 AS micro_steps,
         count(*) FILTER (WHERE phase <> 'event') AS records,
         count(*) FILTER (WHERE nan_count > 0) AS nan_records,
         count(*) FILTER (WHERE posinf_count > 0) AS posinf_records,

@@ -443,3 +443,16 @@ def test_the_gradient_norm_of_a_step_with_a_bad_gradient_is_not_finite(tmp_path)
     with open_run(path) as opened:
         norms = [row[0] for row in opened.sql("SELECT grad_norm FROM steps ORDER BY step").rows]
     assert repr(norms) == "[5.0, nan, inf]"
+
+
+def test_an_evaluation_is_no_micro_step(tmp_path):
+    path = tmp_path / "run.parquet"
+    rows = [
+        Record(step=0, seq=0, phase="forward", tensor="output", module="", micro_step=0),
+        Record(step=0, seq=1, phase="forward", tensor="output", module="", micro_step=1),
+        Record(step=0, seq=2, phase="evaluation", tensor="output", module="", micro_step=2),
+        Record(step=1, seq=3, phase="evaluation", tensor="output", module="", micro_step=0),
+    ]
+    write_run(path, rows)
+    with open_run(path) as opened:
+        assert opened.sql("SELECT micro_steps FROM steps ORDER BY step").rows == [(2,), (1,)]
