@@ -27,6 +27,8 @@ _DOT_FROM = 32_768
 """Number of elements from which ``dot`` beats ``vector_norm`` on the CPU, in time and in precision."""
 _SCALAR = torch.Size([])
 _HOST = torch.device("cpu")
+_LARGEST_COPY = 4_000_000
+"""Number of elements up to which a tensor with gaps is copied rather than added up in float64, which is slower."""
 _SPARSE_VALUES = {
     torch.sparse_coo: Tensor._values,
     torch.sparse_csr: Tensor.values,
@@ -254,8 +256,11 @@ def _norm(values: Tensor, largest: float) -> float:
         return largest * float(torch.linalg.vector_norm(values / largest).item())
     if not _SAFE_SMALLEST < largest < _SAFE_LARGEST:
         return float(torch.linalg.vector_norm(values, dtype=torch.float64).item())
-    if values.numel() >= _DOT_FROM and values.is_contiguous():
-        flat = values.view(-1).float()
+    if values.numel() >= _DOT_FROM:
+        # Over strides vector_norm adds up one by one in float32, which is off by 1e-3 for large tensors.
+        if not values.is_contiguous() and values.numel() > _LARGEST_COPY:
+            return float(torch.linalg.vector_norm(values, dtype=torch.float64).item())
+        flat = values.reshape(-1).float()
         return math.sqrt(torch.dot(flat, flat).item())
     return float(torch.linalg.vector_norm(values, dtype=torch.float32).item())
 

@@ -369,3 +369,11 @@ def test_measuring_leaves_the_random_state_and_the_tensor_alone() -> None:
         measured(tensor, on_device)
     assert torch.equal(torch.get_rng_state(), state)
     assert (tensor._version, tensor.grad_fn, tensor.grad) == (version, None, None)
+
+
+@pytest.mark.parametrize("numel", [100_000, 6_000_000])
+def test_the_norm_of_a_large_tensor_with_strides_is_as_precise_as_any(numel: int) -> None:
+    values = torch.rand(2 * numel, generator=torch.Generator().manual_seed(0))[::2]
+    with torch.no_grad():
+        norm = Statistics().measure(values).norm
+    assert norm == pytest.approx(values.double().square().sum().sqrt().item(), rel=1e-6)
