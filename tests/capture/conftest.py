@@ -15,3 +15,8 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _the_same_numbers_in_every_run() -> None:
+    torch.manual_seed(0)
