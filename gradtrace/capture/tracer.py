@@ -27,7 +27,7 @@ from gradtrace.capture.calls import Calls
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.compiled import NOTE, EagerWhileRecording
 from gradtrace.capture.discovery import Discovery
-from gradtrace.capture.hooks import ModuleHooks, NoGradients
+from gradtrace.capture.hooks import ModuleHooks, NoGradients, refuse_in_place
 from gradtrace.capture.launch import Launch
 from gradtrace.capture.log import StepLog
 from gradtrace.capture.names import Names, unwrapped
@@ -151,8 +151,6 @@ class Tracer:
         names = self._session.names
         for label, model in self._models.items():
             if self._hooks is not None:
-                from gradtrace.capture.hooks import refuse_in_place
-
                 refuse_in_place(model)
             names.add_root(unwrapped(model), label)
         self.info.started = _now().isoformat()
@@ -231,11 +229,6 @@ class Tracer:
     def path(self) -> Path:
         """What the commands and ``gradtrace.open_run`` take, also while recording."""
         return self._log.writer.run_path if self._log is not None else self._path
-
-    @property
-    def run_path(self) -> Path:
-        """The same as ``path``."""
-        return self.path
 
     @property
     def moved_to(self) -> Path | None:

@@ -18,7 +18,7 @@ WHERE, _, ERROR = os.environ.get("STUB_FAILS", "").partition(":")
 class Tracer:
     def __init__(self, **options):
         self.options = options
-        self.path = self.run_path = Path(options["path"])
+        self.path = Path(options["path"])
         self.moved_to = self.path.with_name("older.parquet") if options["existing"] == "move_aside" else None
         self.bytes_written = 1234
         self.info = SimpleNamespace(
