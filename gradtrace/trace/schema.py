@@ -38,7 +38,7 @@ TENSORS = (
     "lr",
     "loss_scale",
 )
-EVENTS = ("skip", "incident", "switch", "stop", "lost")
+EVENTS = ("skip", "incident", "replay", "switch", "stop", "lost")
 
 _NAME = pa.dictionary(pa.int32(), pa.string())
 
@@ -86,7 +86,7 @@ COLUMNS = (
     Column("op", _NAME, "", "operation of an op-level or replay record, else NULL"),
     Column("file", _NAME, "", "source file of an op-level or replay record, else NULL"),
     Column("line", pa.int32(), "", "line in that file, from 1, else NULL"),
-    Column("detail", _NAME, "", "what an event or an op-level record says in words, else NULL"),
+    Column("detail", _NAME, "", "what an event says in words, of a replay as JSON, else NULL"),
 )
 COLUMN_NAMES = tuple(column.name for column in COLUMNS)
 ARROW_SCHEMA = pa.schema([(column.name, column.type) for column in COLUMNS])

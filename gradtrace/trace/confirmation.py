@@ -1,0 +1,95 @@
+"""What a replay found, as it travels in the column ``detail``: plain data and its JSON, nothing else.
+
+A replay leaves rows of phase ``replay``, one for each *birth*: an operation with finite operands and a
+non-finite result (``OpDetail``), with the operands' rows just before it; and one event ``replay`` that says how
+the replay went (``Confirmation``). The capture writes them, the analysis reads them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple
+
+Status = Literal["reproduced", "not_reproduced", "not_replayed"]
+
+
+class SourceLine(NamedTuple):
+    """One frame of a traceback, outside of torch and gradtrace."""
+
+    file: str
+    line: int
+    function: str
+    code: str = ""
+
+
+class Boundary(NamedTuple):
+    """A module call's output that a value flowed to: module, number of the call, path."""
+
+    module: str
+    call: int
+    path: str
+
+
+@dataclass(frozen=True)
+class OpDetail:
+    """Of one birth: where it was, and what became of its value.
+
+    ``traceback`` has the innermost frame last. ``flows_to`` are the non-finite outputs of module calls that the
+    value of a forward operation reached, in order. ``fill`` is true where the operation only wrote a non-finite
+    constant that the code gave it (a mask filled with -inf).
+    """
+
+    traceback: tuple[SourceLine, ...] = ()
+    flows_to: tuple[Boundary, ...] = ()
+    fill: bool = False
+
+    def to_json(self) -> str:
+        """Return the document that ``from_json`` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | None) -> OpDetail:
+        """Read what ``to_json`` wrote; anything else gives an empty detail."""
+        values = _object(text)
+        return cls(
+            tuple(SourceLine(*frame) for frame in values.get("traceback", ())),
+            tuple(Boundary(*place) for place in values.get("flows_to", ())),
+            bool(values.get("fill", False)),
+        )
+
+
+@dataclass(frozen=True)
+class Confirmation:
+    """How a replay went.
+
+    ``reason`` says why it was not reproduced or not replayed. ``anomaly_op`` and ``anomaly_output`` are the node
+    and the number of its output that anomaly detection named, None where it had nothing to say. ``term`` is the
+    addend of the loss that was non-finite, as its source line or its operation.
+    """
+
+    status: Status
+    reason: str | None = None
+    anomaly_op: str | None = None
+    anomaly_output: int | None = None
+    anomaly_message: str | None = None
+    term: str | None = None
+
+    def to_json(self) -> str:
+        """Return the document that ``from_json`` reads."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str | None) -> Confirmation:
+        """Read what ``to_json`` wrote; anything else gives a replay that did not happen."""
+        values = _object(text)
+        known = {key: values[key] for key in cls.__dataclass_fields__ if key in values}
+        return cls(**{"status": "not_replayed", **known})
+
+
+def _object(text: str | None) -> dict[str, Any]:
+    try:
+        values = json.loads(text or "")
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
