@@ -36,3 +36,14 @@ class CaptureError(GradtraceError):
 
 class GradtraceWarning(UserWarning):
     """Category of every warning that gradtrace issues."""
+
+
+class NonFiniteError(GradtraceError):
+    """The fuse: something that matters is non-finite, and the recording was asked to stop the run then.
+
+    ``step`` is the step; the message names the boundary and the command that gives the full verdict.
+    """
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step

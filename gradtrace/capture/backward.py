@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -76,10 +77,11 @@ class _Inside:
 class _Place:
     """Where a gradient belongs."""
 
-    __slots__ = ("call", "entry", "inside", "micro_step", "number", "path", "watched")
+    __slots__ = ("call", "entry", "inside", "kept", "micro_step", "number", "path", "watched")
 
     def __init__(self, frame: Frame, path: str, watched: Watched, inside: _Inside | None = None) -> None:
         self.inside = inside
+        self.kept = frame.kept
         self.entry: ModuleEntry = frame.entry
         self.call = frame.call
         self.micro_step = frame.micro_step
@@ -226,6 +228,8 @@ class GraphGradients:
                 place.watched.fired.add(place.number)
             if gradient is not None:
                 self._record(place, "grad_output", gradient)
+                if place.kept is not None:
+                    place.kept.gradient_arrived(place.path, gradient)
 
     def _used(self, slot: int, inside: _Inside, gradients: Arrived, _: Arrived) -> None:
         gradient = gradients[slot]
@@ -310,6 +314,15 @@ class BackwardWatch:
     def remove(self) -> None:
         """Let passes run as before."""
         _engine.remove(self._around)
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let passes of this thread run unseen for a while."""
+        before, self._thread.inside = self._thread.inside, True
+        try:
+            yield
+        finally:
+            self._thread.inside = before
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         thread = self._thread

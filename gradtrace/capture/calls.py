@@ -7,9 +7,10 @@ of the object they are given as ``gradients``.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.interception import Call
+from gradtrace.capture.kept import Keeper, Kept
 from gradtrace.capture.names import ModuleEntry, is_wrapper
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.session import Session, cannot_observe, quiet
@@ -33,6 +35,7 @@ class Frame:
         "entry",
         "input_edges",
         "is_outermost",
+        "kept",
         "micro_step",
         "phase",
         "start",
@@ -49,6 +52,7 @@ class Frame:
         self.start = self.end = 0
         self.input_edges: dict[Any, str] = {}
         self.watched: Any = None
+        self.kept: Kept | None = None
 
 
 class Gradients(Protocol):
@@ -66,6 +70,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.stack: list[Frame] = []
+        self.paused = False
 
 
 class Calls:
@@ -83,8 +88,10 @@ class Calls:
         on_outermost: Callable[[ModuleEntry, bool, Callable[[], bool]], None],
         *,
         discover: bool,
+        keeper: Keeper | None = None,
     ) -> None:
         self._session = session
+        self._keeper = keeper
         self._gradients = gradients
         self._on_outermost = on_outermost
         self._discover = discover
@@ -120,7 +127,7 @@ class Calls:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
         """Open a call; return None for one that is not watched."""
-        if cannot_observe():
+        if cannot_observe() or self._thread.paused:
             return None
         stack = self._thread.stack
         entry = self._session.names.entry(module)
@@ -133,6 +140,8 @@ class Calls:
         if not stack:
             self._announce(entry, args, kwargs)
         frame = self._open(entry, stack)
+        if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
+            self._keep(self._keeper, frame, module, args, kwargs)
         if self._session.capturing:
             try:
                 self._see_inputs(frame, args, kwargs)
@@ -153,6 +162,8 @@ class Calls:
                     for path, value in outputs:
                         self._record(frame, "output", frame.phase, path, value)
                 self._gradients.call_returns(frame, outermost, outputs)
+            if frame.kept is not None:
+                self._kept_returned(frame.kept, outputs)
         if not stack:
             self._gradients.outermost_ended()
 
@@ -160,6 +171,8 @@ class Calls:
         """Close a call that has raised."""
         stack = self._thread.stack
         self._unwind(stack, frame)
+        if frame.kept is not None and self._keeper is not None:
+            self._keeper.forget(frame.kept)
         if not stack:
             self._gradients.outermost_ended()
 
@@ -193,6 +206,39 @@ class Calls:
         """Let go of this thread's open calls and their graph: recording has ended in the middle of them."""
         self._thread.stack.clear()
         self._gradients.outermost_ended()
+
+    # For a replay -------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """See no call of this thread for a while."""
+        self._thread.paused = True
+        try:
+            yield
+        finally:
+            self._thread.paused = False
+
+    def place_now(self) -> tuple[ModuleEntry, int] | None:
+        """Return this thread's innermost open call, as its module and number."""
+        stack = self._thread.stack
+        return (stack[-1].entry, stack[-1].call) if stack else None
+
+    def count_on(self, numbers: Mapping[ModuleEntry, int]) -> None:
+        """Let the next forward call of each of these modules have the number given."""
+        self._counted = self._session.clock.moment
+        self._counts.update({(entry, "forward"): number for entry, number in numbers.items()})
+
+    def _keep(
+        self, keeper: Keeper, frame: Frame, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        frame.kept = keeper.call_begins(frame.entry, module, args, kwargs, self._session.names.count)
+        if frame.kept is not None:
+            frame.kept.rows_from = self._session.rows.position
+
+    def _kept_returned(self, kept: Kept, outputs: Found) -> None:
+        if self._keeper is not None and not any(value.requires_grad for _, value in outputs):
+            self._keeper.forget(kept)
+        kept.rows_to = self._session.rows.position
 
     # Parts --------------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from gradtrace.capture.patching import Patch
 from gradtrace.capture.session import Session
 
 _scaler_step = Patch(torch.amp.GradScaler, "step")
+_scaler_scale = Patch(torch.amp.GradScaler, "scale")
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
@@ -32,15 +33,17 @@ class OptimizerWatch:
         before: Callable[[Optimizer], None],
         after: Callable[[Optimizer, bool, bool], None],
         on_scale: Callable[[int, Tensor], None],
+        on_scaled: Callable[[], None],
     ) -> None:
         """``after`` gets the optimizer, whether its step was skipped, and whether a backward was running.
 
         It is not called for a step that is part of another optimizer's. ``on_scale`` gets the number of a
-        scaler and its scale.
+        scaler and its scale. ``on_scaled`` is called when a loss is scaled.
         """
         self._before = session.guarded(before)
         self._after = session.guarded(after)
         self._on_scale = session.guarded(on_scale)
+        self._on_scaled = session.guarded(on_scaled)
         self._handles: list[Any] = []
         self._scalers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._thread = threading.local()
@@ -52,6 +55,7 @@ class OptimizerWatch:
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._ended(optimizer)),
         ]
         _scaler_step.add(self._around_scaler)
+        _scaler_scale.add(self._around_scaling)
 
     def remove(self) -> None:
         """Take the hooks off, unless one of them is asking for it: torch is going through them then."""
@@ -60,6 +64,16 @@ class OptimizerWatch:
                 handle.remove()
             self._handles.clear()
         _scaler_step.remove(self._around_scaler)
+        _scaler_scale.remove(self._around_scaling)
+
+    def _around_scaling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def scale(scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+            if scaler.is_enabled():
+                self._on_scaled()
+            return original(scaler, *args, **kwargs)
+
+        return scale
 
     def _around_scaler(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)

@@ -26,6 +26,10 @@ class Named(Protocol):
     def name(self) -> str | None: ...
 
 
+Source = tuple[str, str | None, int | None]
+"""Of an operation's row: its name, and file and line in the user's code."""
+
+
 class Row(NamedTuple):
     """One record of the step in flight."""
 
@@ -40,6 +44,7 @@ class Row(NamedTuple):
     detail: str | None
     arrived: Sequence[Measure] | None
     """Of a final gradient: what arrived. The row is left out where both are finite, or neither is."""
+    source: Source | None = None
 
     @property
     def pending(self) -> bool:
@@ -66,6 +71,7 @@ class RowBuffer:
         self._seq = itertools.count()
         self._lock = threading.RLock()
         self._rows: list[tuple[Any, ...]] = []
+        self._taken = 0
         self._text_of: dict[Any, str | None] = {None: None}
 
     def __len__(self) -> int:
@@ -82,9 +88,22 @@ class RowBuffer:
         measure: Measure | None,
         detail: str | None = None,
         arrived: Sequence[Measure] | None = None,
+        source: Source | None = None,
     ) -> None:
         """Add a row."""
-        self._rows.append((micro_step, phase, owner, call, tensor, path, measure, detail, arrived))
+        self._rows.append((micro_step, phase, owner, call, tensor, path, measure, detail, arrived, source))
+
+    @property
+    def position(self) -> int:
+        """How many rows there have been before the next one."""
+        return self._taken + len(self._rows)
+
+    def between(self, start: int, end: int | None = None) -> list[Row]:
+        """Return the rows from one position up to another that are still here; their ``seq`` is the position."""
+        with self._lock:
+            first = max(start - self._taken, 0)
+            rows = self._rows[first : None if end is None else max(end - self._taken, 0)]
+            return [Row(self._taken + first + index, *values) for index, values in enumerate(rows)]
 
     def are_all(self, phase: str) -> bool:
         """Whether all rows are of this phase."""
@@ -103,13 +122,15 @@ class RowBuffer:
             count = len(self._rows)
             cut = self._rows[:count]
             del self._rows[:count]
+            self._taken += count
         return cut
 
     def batch(self, rows: list[Row], step: int, time: datetime) -> pa.RecordBatch:
         """Return the rows as one Arrow batch of step ``step``, which ended at ``time``."""
-        seq, micro_step, phase, owners, call, tensor, path, measures, detail, _ = map(list, zip(*rows, strict=True))
+        seq, micro_step, phase, owners, call, tensor, path, measures, detail, _, sources = map(list, zip(*rows, strict=True))
         measures = [_NOTHING if measure is None else measure for measure in measures]
         same = len(rows)
+        sources = [source or (None, None, None) for source in sources]
         names = {owner: None if owner is None else owner.name for owner in set(owners)}
         columns: dict[str, Any] = dict.fromkeys(COLUMN_NAMES, [None] * same)
         columns.update(
@@ -133,6 +154,9 @@ class RowBuffer:
             min=[m.min for m in measures],
             max=[m.max for m in measures],
             norm=[m.norm for m in measures],
+            op=[op for op, _, _ in sources],
+            file=[file for _, file, _ in sources],
+            line=[line for _, _, line in sources],
             detail=detail,
         )
         return batch_of_columns(columns)
@@ -148,14 +172,16 @@ class RowBuffer:
 def records_that_matter(rows: Iterable[Row], step: int, rank: int) -> list[Record]:
     """Return what the incident rules want to see of a step: its non-finite rows, loss scales and start states."""
     return [
-        _record(row, step, rank)
+        record_of(row, step, rank)
         for row in rows
         if row.measure is not None
+        and row.source is None
         and (row.tensor == "loss_scale" or row.measure.nan or row.measure.posinf or row.measure.neginf)
     ]
 
 
-def _record(row: Row, step: int, rank: int) -> Record:
+def record_of(row: Row, step: int, rank: int) -> Record:
+    """Return a row as the incident rules know it."""
     measure = row.measure or _NOTHING
     return Record(
         step=step,

@@ -21,7 +21,7 @@ from gradtrace.capture.names import Names
 from gradtrace.capture.rows import Named, RowBuffer
 from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.statistics import Measure, Statistics, Unmeasurable
-from gradtrace.errors import GradtraceWarning
+from gradtrace.errors import GradtraceWarning, NonFiniteError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -105,6 +105,8 @@ class Session:
             if self.active:
                 try:
                     return function(*args, **kwargs)
+                except NonFiniteError:  # the fuse: asked for
+                    raise
                 except Exception as error:
                     self.fail(error)
             return None

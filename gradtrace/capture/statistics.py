@@ -101,6 +101,8 @@ class Statistics:
         self._lock = threading.RLock()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Measure]] = {}
         self._pending: list[tuple[Measure, Tensor]] = []
+        self.saw_nonfinite = False
+        """Whether something non-finite has been measured since this was last set to False."""
 
     def measure_once(self, tensor: Tensor) -> Measure:
         """Return the measure of ``tensor``, taken anew only if it has not been seen in its present version.
@@ -138,6 +140,7 @@ class Statistics:
             measure.min, measure.max = float(low.item()), float(high.item())
         else:
             _fill_float(measure, values)
+            self.saw_nonfinite = self.saw_nonfinite or not measure.finite
         return measure
 
     def waits(self, tensor: Tensor) -> bool:
@@ -173,6 +176,7 @@ class Statistics:
             for (measure, _), row in zip(group, rows, strict=True):
                 _fill_from_row(measure, row)
                 measure.pending = False
+                self.saw_nonfinite = self.saw_nonfinite or not measure.finite
 
     def _taken(self) -> list[tuple[Measure, Tensor]]:
         """Take what waits; other threads may go on adding, and may resolve too."""

@@ -11,10 +11,12 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradtrace.capture.calls import _inside_backward
 from gradtrace.capture.clock import Belongs
 from gradtrace.capture.log import StepLog
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.parameters import ParameterWatch
+from gradtrace.capture.passes import Passes
 from gradtrace.capture.session import Session, quiet
 
 _MOST_ROWS = 100_000
@@ -33,12 +35,14 @@ class Steps:
         parameters: ParameterWatch,
         never_fired: Callable[[], int],
         forget_step: Callable[[], None],
+        passes: Passes,
     ) -> None:
         self.log: StepLog | None = None
         self._session = session
         self._parameters = parameters
         self._never_fired = never_fired
         self._forget_step = forget_step
+        self._passes = passes
         self._dirty = False
         self._may_wait = True
         self._lock = threading.RLock()
@@ -50,6 +54,7 @@ class Steps:
     def outermost_call(self, entry: ModuleEntry, evaluating: bool, goes_on: Callable[[], bool]) -> None:
         """An outermost module call is about to start; ``goes_on`` tells whether it continues a graph."""
         session = self._session
+        self._passes.call_begins(goes_on)
         if session.clock.starts_step(evaluating=evaluating, goes_on=goes_on):
             self._record_manual_update()
             self.close()
@@ -67,6 +72,8 @@ class Steps:
         self._dirty = True
         self._session.clock.backward_ended(accumulating=accumulating)
         self._resolve()
+        if accumulating:
+            self._passes.backward_ended()
 
     def loss_scale(self, number: int, scale: Tensor) -> None:
         """A GradScaler is about to step an optimizer."""
@@ -82,6 +89,8 @@ class Steps:
     def _stepped(self, optimizer: Optimizer, skipped: bool, inside_backward: bool) -> None:
         session, clock = self._session, self._session.clock
         self._dirty = True
+        if not inside_backward:
+            self._passes.optimizer_stepped(skipped=skipped)
         belongs = clock.optimizer_stepped(optimizer, inside_backward=inside_backward)
         if skipped and session.capturing:
             words = "GradScaler skipped the optimizer step"
@@ -104,6 +113,16 @@ class Steps:
             return
         self.close()
         self._next(number)
+
+    def optimizer_begins(self, optimizer: Optimizer) -> None:
+        """An optimizer is about to step."""
+        self._parameters.optimizer_begins(optimizer)
+        if not _inside_backward():
+            self._passes.optimizer_begins()
+
+    def loss_scaled(self) -> None:
+        """A GradScaler has scaled a loss: it will say whether the step is skipped."""
+        self._passes.loss_scaled()
 
     # Closing -------------------------------------------------------------------------------------------------
 
@@ -135,6 +154,7 @@ class Steps:
             session.unmeasured[_NEVER_FIRED] += fired
         if self._may_wait and not session.clock.backward_in_step and session.statistics.waiting:
             self._resolve()
+        self._passes.step_ends()
         self._write_piece()
         self._dirty = False
 
@@ -152,6 +172,7 @@ class Steps:
 
     def _extend_step_before(self) -> None:
         session = self._session
+        self._passes.part_ends()
         before = session.clock.step - 1
         shift = session.clock.continue_step_before()
         if self.log is not None and session.schedule.captures(before):

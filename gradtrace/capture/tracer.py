@@ -22,17 +22,22 @@ from torch import nn
 
 import gradtrace
 from gradtrace.capture import interception
+from gradtrace.capture.agreement import all_ranks_see
+from gradtrace.capture.alarm import OnNonFinite, Watchman
 from gradtrace.capture.backward import BackwardWatch, GraphGradients
 from gradtrace.capture.calls import Calls
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.compiled import NOTE, EagerWhileRecording
 from gradtrace.capture.discovery import Discovery
 from gradtrace.capture.hooks import ModuleHooks, NoGradients, refuse_in_place
+from gradtrace.capture.kept import Keeper
 from gradtrace.capture.launch import Launch
 from gradtrace.capture.log import StepLog
 from gradtrace.capture.names import Names, unwrapped
 from gradtrace.capture.optimizers import OptimizerWatch
 from gradtrace.capture.parameters import ParameterWatch
+from gradtrace.capture.passes import Passes
+from gradtrace.capture.replay import Replayer
 from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, warn
@@ -69,6 +74,8 @@ class Tracer:
         steps: capture the steps from the first up to, not including, the second; None leaves an end open.
         first_step: the number of the first step, for a training that is resumed.
         include, exclude: glob patterns of the modules to record or to leave out.
+        replays: how many failing passes are run again at most, to name the operation; 0 for none.
+        on_nonfinite: ``stop`` raises NonFiniteError before bad gradients reach the weights.
         existing: what to do with an older run at ``path``.
         command: the command line that the file is to show.
         _on_device: measure tensors of every device as those of an accelerator; for tests.
@@ -89,12 +96,18 @@ class Tracer:
         first_step: int = 0,
         include: Sequence[str] = (),
         exclude: Sequence[str] = (),
+        replays: int = 3,
+        on_nonfinite: OnNonFinite = "continue",
         existing: Literal["refuse", "overwrite", "move_aside"] = "refuse",
         command: Sequence[str] = (),
         _on_device: bool | None = None,
     ) -> None:
         if engine not in ("graph", "hooks"):
             raise CaptureError(f"no such engine: {engine!r}; it is 'graph' or 'hooks'")
+        if on_nonfinite not in ("continue", "stop"):
+            raise CaptureError(f"no such on_nonfinite: {on_nonfinite!r}; it is 'continue' or 'stop'")
+        if replays < 0:
+            raise CaptureError(f"replays cannot be {replays}; 0 switches them off")
         schedule = Schedule(every, *(steps or (None, None)))
         self._launch = Launch.of_environment()
         self._path = Path(path)
@@ -114,6 +127,8 @@ class Tracer:
                 "first_step": first_step,
                 "include": list(include),
                 "exclude": list(exclude),
+                "replays": replays,
+                "on_nonfinite": on_nonfinite,
             },
         )
         self._models = _named(models)
@@ -126,17 +141,30 @@ class Tracer:
         self._hooks = ModuleHooks(session) if engine == "hooks" else None
         self._parameters = ParameterWatch(session)
         forget = self._hooks.forget_calls if self._hooks is not None else lambda: None
-        steps = self._steps = Steps(session, self._parameters, self._graph.never_fired, forget)
+        keeper = Keeper()
         self._calls = Calls(
             session,
             self._graph if self._hooks is None else NoGradients(),
-            steps.outermost_call,
+            lambda *call: self._steps.outermost_call(*call),
             discover=not self._models,
+            keeper=keeper if self._hooks is None and self.info.config["replays"] else None,
         )
-        self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
         self._backward = BackwardWatch(session, self._backward_ended)
+        watchman = Watchman(
+            session,
+            keeper,
+            Replayer(session, self._calls, self._backward),
+            lambda: [],
+            replays=self.info.config["replays"],
+            on_nonfinite=self.info.config["on_nonfinite"],
+            may_stop=lambda: all_ranks_see(keeper.calls, session.is_finite),
+            verdict_command=lambda: f"gradtrace first-nan {self.path}",
+        )
+        passes = Passes(keeper, watchman)
+        steps = self._steps = Steps(session, self._parameters, self._graph.never_fired, forget, passes)
+        self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
         self._optimizers = OptimizerWatch(
-            session, self._parameters.optimizer_begins, steps.optimizer_stepped, steps.loss_scale
+            session, steps.optimizer_begins, steps.optimizer_stepped, steps.loss_scale, steps.loss_scaled
         )
         self._eager = EagerWhileRecording()
         self._log: StepLog | None = None
@@ -259,6 +287,8 @@ def trace(
     first_step: int = 0,
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
+    replays: int = 3,
+    on_nonfinite: OnNonFinite = "continue",
     overwrite: bool = False,
 ) -> Tracer:
     """Return a tracer to be used in a ``with`` statement; see ``Tracer`` for the arguments.
@@ -281,6 +311,8 @@ def trace(
         first_step=first_step,
         include=include,
         exclude=exclude,
+        replays=replays,
+        on_nonfinite=on_nonfinite,
         existing="overwrite" if overwrite else "refuse",
         command=list(sys.argv),
     )

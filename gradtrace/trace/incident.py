@@ -73,6 +73,11 @@ class IncidentFinder:
             self._note(first, step, reached)
         return bool(reached)
 
+    def reached_before_update(self, records: Iterable[Record], *, skipped: bool = False) -> list[str]:
+        """Return which of output, loss and grad matter in a step whose optimizer has not stepped yet; notes nothing."""
+        seen = (record for record in records if record.tensor in ("output", "loss", "grad"))
+        return list(dict.fromkeys(self._reached(seen, skipped)))
+
     def _note(self, first: int, step: int, reached: list[str]) -> None:
         current = self.incidents[-1] if self.incidents and not self.incidents[-1].ended else None
         if not reached:

@@ -1,0 +1,171 @@
+"""Notices an incident while the training runs: says so, has the pass replayed, and may stop the run.
+
+Looks at the rows in flight at the end of a backward pass, before the optimizer changes anything; with an enabled
+GradScaler when it is known whether the step is skipped; without a backward at the next call or step. Which rows
+matter is the business of ``trace/incident.py``, and how a pass is replayed that of ``replay.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from gradtrace.capture.births import Birth
+from gradtrace.capture.kept import Keeper
+from gradtrace.capture.replay import Outcome, Replayer
+from gradtrace.capture.rows import Named, Row, record_of
+from gradtrace.capture.session import Session, warn
+from gradtrace.errors import NonFiniteError
+from gradtrace.trace.confirmation import Confirmation
+from gradtrace.trace.incident import IncidentFinder, looks_like_mask
+
+OnNonFinite = Literal["continue", "stop"]
+
+_Key = tuple[Named | None, str, str]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What there is to say at the moment at which an incident is noticed."""
+
+    step: int
+    first: Row
+    reached: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        what = ", ".join({"grad": "gradients", "output": "the model's output"}.get(w, w) for w in self.reached)
+        row = self.first
+        where = "outside any module" if row.owner is None else row.owner.name or "(root)"
+        place = f"{where}, {row.tensor} {row.path}".rstrip()
+        return f"step {self.step}: {what} not finite; first non-finite: {place}"
+
+
+class Watchman:
+    """Raises the alarm once a step, and looks after what it costs: ``replays`` in all.
+
+    One replay is kept back for an incident that will not heal by itself: bad gradients that the optimizer is about
+    to use, or a second bad step in a row.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        keeper: Keeper,
+        replayer: Replayer,
+        loss_births: Callable[[], Sequence[Birth]],
+        *,
+        replays: int,
+        on_nonfinite: OnNonFinite,
+        may_stop: Callable[[], bool],
+        verdict_command: Callable[[], str],
+    ) -> None:
+        """``may_stop`` says whether stopping now is safe: with several ranks all must see the same."""
+        self._session = session
+        self._keeper = keeper
+        self._replayer = replayer
+        self._loss_births = loss_births
+        self._replays = replays
+        self._on_nonfinite = on_nonfinite
+        self._may_stop = may_stop
+        self._verdict_command = verdict_command
+        self._made: dict[_Key, int] = {}
+        self._tolerated: set[_Key] = set()
+        self._step_from = 0
+        self._alarmed = False
+        self._lasting = False
+        self._weights_were_bad = False
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether something non-finite has been seen in the step that no alarm was raised for."""
+        return self._session.statistics.saw_nonfinite and not self._alarmed
+
+    def look(self, *, skipped: bool = False) -> None:
+        """Look at the step in flight.
+
+        Raises:
+            NonFiniteError: there is an incident, and the run is to stop then.
+        """
+        if not self.is_suspicious:
+            return
+        names, step = self._session.names, self._session.clock.step
+        bad = self._bad_rows()
+        roots = {root.name for root in names.roots}
+        records = [record_of(row, step, 0) for row in bad]
+        reached = tuple(IncidentFinder(roots).reached_before_update(records, skipped=skipped))
+        if reached:
+            self._alarmed = True
+            names.freeze()
+            self._raise(Alarm(step, self._first(bad), reached), skipped)
+
+    def part_ended(self) -> None:
+        """Rows are about to be written; what was non-finite in a healthy step is tolerated later."""
+        bad = self._bad_rows() if self._session.statistics.saw_nonfinite else []
+        self._weights_were_bad = any(row.tensor == "param" for row in bad)
+        if not self._alarmed:
+            self._tolerated |= {_key(row) for row in bad}
+        self._session.statistics.saw_nonfinite = False
+        self._step_from = self._session.rows.position
+
+    def step_ended(self) -> None:
+        """All rows of the step are about to be written."""
+        self.part_ended()
+        self._lasting, self._alarmed = self._alarmed, False
+
+    def _bad_rows(self) -> list[Row]:
+        rows = self._session.rows.between(self._step_from)
+        return [row for row in rows if row.measure is not None and not (row.pending or row.measure.finite)]
+
+    def _first(self, bad: Sequence[Row]) -> Row:
+        step = self._session.clock.step
+        fresh = (row for row in bad if _key(row) not in self._tolerated and not looks_like_mask(record_of(row, step, 0)))
+        return next(fresh, bad[0])
+
+    def _raise(self, alarm: Alarm, skipped: bool) -> None:
+        if not self._lasting:
+            self._event("incident", alarm.text)
+            warn(alarm.text)
+        self._confirm(alarm, is_fatal="grad" in alarm.reached and not skipped)
+        if self._on_nonfinite == "stop" and self._may_stop():
+            command = self._verdict_command()
+            self._event("stop", "stopped before the optimizer's step, as asked")
+            raise NonFiniteError(f"{alarm.text}; for the verdict: {command}", alarm.step)
+
+    def _confirm(self, alarm: Alarm, *, is_fatal: bool) -> None:
+        outcome = self._replay(alarm, is_fatal=is_fatal)
+        for birth in [*self._loss_births(), *outcome.births]:
+            self._write(birth)
+        self._event("replay", outcome.confirmation.to_json())
+
+    def _replay(self, alarm: Alarm, *, is_fatal: bool) -> Outcome:
+        key = _key(alarm.first)
+        if self._replays == 0:
+            reason = "replays were switched off"
+        elif self._weights_were_bad:
+            reason = "the weights were not finite any more"
+        elif key in self._made:
+            reason = f"the same boundary was replayed at step {self._made[key]}"
+        elif len(self._made) >= self._replays - (0 if is_fatal or self._lasting else 1):
+            reason = f"{len(self._made)} of {self._replays} replays were used by then"
+        else:
+            self._made[key] = alarm.step
+            return self._replayer.replay(self._keeper.calls, self._keeper.dropped)
+        return Outcome(Confirmation("not_replayed", reason))
+
+    def _write(self, birth: Birth) -> None:
+        rows, micro = self._session.rows, self._session.clock.micro_step
+        source = (birth.op, *birth.where)
+        for tensor, path, measure, detail in birth.rows():
+            rows.append(
+                micro, "replay", birth.owner, birth.call, tensor, path, measure, detail=detail, source=source
+            )
+
+    def _event(self, name: str, words: str) -> None:
+        self._session.rows.append(self._session.clock.micro_step, "event", None, None, name, "", None, words)
+
+
+def _key(row: Row) -> _Key:
+    return row.owner, row.tensor, row.path

@@ -1,0 +1,47 @@
+"""Did the replay see what the step has seen? Rows of both are compared, number by number. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+from gradtrace.capture.statistics import Measure
+
+
+class Seen(NamedTuple):
+    """One boundary of a module call as it was seen: whose, which tensor of it, and its numbers."""
+
+    owner: Any
+    tensor: str
+    path: str
+    numbers: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, owner: Any, tensor: str, path: str, measure: Measure) -> Seen:
+        """Return what a row holds."""
+        m = measure
+        return cls(owner, tensor, path, (m.dtype, m.shape, m.nan, m.posinf, m.neginf, m.min, m.max, m.norm))
+
+    @property
+    def place(self) -> str:
+        """The boundary in words."""
+        return f"{self.tensor} {self.path} of {self.owner.name or 'the root'}"
+
+
+def first_difference(recorded: Sequence[Seen], replayed: Sequence[Seen]) -> str | None:
+    """Return where a replayed forward went another way, in words; None where both are equal."""
+    for then, now in zip(recorded, replayed, strict=False):
+        if then != now:
+            return then.place
+    if len(recorded) != len(replayed):
+        longer = max(recorded, replayed, key=len)
+        return longer[min(len(recorded), len(replayed))].place
+    return None
+
+
+def any_difference(recorded: Iterable[Seen], replayed: Iterable[Seen]) -> str | None:
+    """Return a boundary that differs, whatever the order: several calls' gradients may come in another one."""
+    then, now = Counter(recorded), Counter(replayed)
+    different = list((then - now) + (now - then))
+    return different[0].place if different else None

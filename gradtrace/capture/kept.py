@@ -1,0 +1,213 @@
+"""What a replay needs of the root calls of the pass in flight, kept by reference until the pass is over.
+
+Kept of a call: its arguments (aliases without history, so that no graph lives longer), the generators' states,
+autocast, who is in training mode, copies of the buffers, and the gradients that arrive at its outputs. Nothing
+here runs anything again.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from gradtrace.capture import script
+from gradtrace.capture.boundaries import tensors_in_arguments
+from gradtrace.capture.frames import is_users, line_of
+from gradtrace.capture.names import ModuleEntry, Root, walk
+from gradtrace.capture.rng import Rng
+from gradtrace.trace.confirmation import SourceLine
+
+MOST_CALLS = 32
+"""A pass with more root calls than this (a cell called once a time step) is not replayed."""
+MOST_GRADIENT_BYTES = 64 * 2**20
+"""Output gradients beyond this are let go: holding them would raise the peak of a model with a large vocabulary."""
+_ALWAYS_COPIED = 65_536
+"""Buffers up to this many elements are copied at each call: batch norm changes its own without a trace."""
+_DEVICES_OF_AUTOCAST = ("cpu", "cuda")
+
+Autocast = tuple[str, bool, torch.dtype]
+Callers = tuple[tuple[CodeType, int], ...]
+
+
+@dataclass
+class Kept:
+    """One root call in grad mode whose outputs have a graph.
+
+    ``buffers`` maps the id of each buffer to its copy from before the call; ``training`` holds the modules and
+    their mode; ``versions`` the versions of arguments and parameters; ``rows`` the range of the rows in flight
+    that the call has left, None where some of them have been written; ``gradients`` what arrived at the outputs.
+    """
+
+    entry: ModuleEntry
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[tuple[Tensor, int]]
+    rng: Rng
+    autocast: tuple[Autocast, ...]
+    training: list[tuple[nn.Module, bool]]
+    buffers: dict[int, Tensor]
+    forward: Any
+    callers: Callers
+    reducer: DistributedDataParallel | None
+    rows_from: int = 0
+    rows_to: int = 0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    trouble: str | None = None
+    over: bool = False
+    """Whether the pass is over: the graph may live on, and more gradients may arrive."""
+
+    @property
+    def lines(self) -> tuple[SourceLine, ...]:
+        """The user's frames that led to the call, the innermost last."""
+        return lines_of(self.callers)
+
+    @property
+    def root(self) -> Root:
+        """The root whose call this is, or is a part of."""
+        return self.entry.root
+
+    def gradient_arrived(self, path: str, gradient: Tensor) -> None:
+        """Keep a gradient that has arrived at an output."""
+        if self.over:
+            return
+        if path in self.gradients:
+            self.trouble = "the loss was differentiated more than once"
+        elif gradient.numel() * gradient.element_size() > MOST_GRADIENT_BYTES:
+            self.trouble = f"the gradient of output {path} has more than {MOST_GRADIENT_BYTES // 2**20} MiB"
+        else:
+            self.gradients[path] = gradient.detach()
+
+    @property
+    def changed(self) -> str | None:
+        """What has been changed since the call, in words."""
+        if any(tensor._version != version for tensor, version in self.versions):
+            return "weights or arguments were changed in place after the forward began"
+        if self.module.__dict__.get("forward") is not self.forward:
+            return "the module's forward was replaced after the call"
+        return None
+
+
+class Keeper:
+    """Keeps the root calls of the pass in flight; ``drop`` lets them go."""
+
+    def __init__(self) -> None:
+        self.calls: list[Kept] = []
+        self.dropped = 0
+        self._modules: weakref.WeakKeyDictionary[Root, tuple[int, list[weakref.ref[nn.Module]]]]
+        self._modules = weakref.WeakKeyDictionary()
+        self._copies: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+    def call_begins(
+        self,
+        entry: ModuleEntry,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        known: int,
+    ) -> Kept | None:
+        """Keep what is gone once the call has run; ``known`` is the number of modules that have a name so far."""
+        if len(self.calls) >= MOST_CALLS:
+            self.dropped += 1
+            return None
+        modules = self._modules_of(entry.root, known)
+        with torch.no_grad():
+            kept_args, kept_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
+            kept = Kept(
+                entry,
+                module,
+                kept_args,
+                kept_kwargs,
+                _versions(modules, tensors_in_arguments(kept_args, kept_kwargs)),
+                Rng.now(),
+                tuple(_autocast_state()),
+                [(m, m.training) for m in modules],
+                self._copies_of_buffers(modules),
+                module.__dict__.get("forward"),
+                callers(),
+                DistributedDataParallel._get_active_ddp_module(),
+            )
+        self.calls.append(kept)
+        return kept
+
+    def forget(self, kept: Kept) -> None:
+        """Let go of one call: it raised, or nothing can flow back into it."""
+        self.calls = [other for other in self.calls if other is not kept]
+
+    def drop(self) -> None:
+        """Let go of all calls."""
+        for kept in self.calls:
+            kept.over = True
+            kept.gradients.clear()
+        self.calls = []
+        self.dropped = 0
+
+    def _modules_of(self, root: Root, known: int) -> list[nn.Module]:
+        """Return all modules of a root; they are looked up anew when modules have been named since."""
+        cached = self._modules.get(root)
+        if cached is None or cached[0] != known:
+            top = root.ref()
+            found = [] if top is None else [module for _, module in walk(top)]
+            cached = self._modules[root] = known, [weakref.ref(module) for module in found]
+        return [module for reference in cached[1] if (module := reference()) is not None]
+
+    def _copies_of_buffers(self, modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+        copies: dict[int, Tensor] = {}
+        for module in modules:
+            for buffer in module._buffers.values():
+                if buffer is not None and id(buffer) not in copies:
+                    copies[id(buffer)] = self._copy_of(buffer)
+        return copies
+
+    def _copy_of(self, buffer: Tensor) -> Tensor:
+        if buffer.numel() <= _ALWAYS_COPIED:
+            return buffer.detach().clone()
+        known = self._copies.get(buffer)
+        if known is None or known[0] != buffer._version:
+            known = self._copies[buffer] = buffer._version, buffer.detach().clone()
+        return known[1]
+
+
+def _alias(value: Any) -> Any:
+    """Return a tensor without its history; it shares values and version with the original."""
+    if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
+        return value
+    return value.detach().requires_grad_(value.requires_grad)
+
+
+def _versions(modules: Iterable[nn.Module], found: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, int]]:
+    tensors = [tensor for _, tensor in found if not tensor.is_inference()]
+    tensors += [p for module in modules for p in module._parameters.values() if p is not None]
+    return [(tensor, tensor._version) for tensor in tensors]
+
+
+def _autocast_state() -> Iterable[Autocast]:
+    for device in _DEVICES_OF_AUTOCAST:
+        if device == "cpu" or torch.cuda.is_initialized():
+            yield device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
+
+
+def callers() -> Callers:
+    """Return code and line of the frames above, outermost first."""
+    frames = []
+    frame = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back  # type: ignore[assignment]
+    return tuple(reversed(frames))
+
+
+def lines_of(frames: Callers) -> tuple[SourceLine, ...]:
+    """Return the user's frames among these; those outside of the script that is being recorded are left out."""
+    runner = max((index for index, (code, _) in enumerate(frames) if code.co_filename == script.__file__), default=-1)
+    return tuple(line_of(code, number) for code, number in frames[runner + 1 :] if is_users(code))

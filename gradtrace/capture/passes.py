@@ -1,0 +1,61 @@
+"""The forward and backward passes of the step in flight: when to look for an incident, when to let go of them.
+
+The weights must still be those of the pass when it is looked at, and what is kept of a pass must not pile up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradtrace.capture.alarm import Watchman
+from gradtrace.capture.kept import Keeper
+
+
+class Passes:
+    """Hears of calls, backward passes and optimizer steps, and has the watchman look in time."""
+
+    def __init__(self, keeper: Keeper, watchman: Watchman) -> None:
+        self._keeper = keeper
+        self._watchman = watchman
+        self._is_scaled = False
+
+    def call_begins(self, goes_on: Callable[[], bool]) -> None:
+        """An outermost call begins; unless it goes on with the graph, what came before may have been given up."""
+        if self._watchman.is_suspicious and not self._is_scaled and not goes_on():
+            self._watchman.look()
+
+    def loss_scaled(self) -> None:
+        """A GradScaler has scaled the loss: whether what comes matters is known when it steps or skips."""
+        self._is_scaled = True
+
+    def backward_ended(self) -> None:
+        """A pass that accumulates gradients has ended."""
+        if not self._is_scaled or not self._watchman.is_suspicious:
+            self._look()
+
+    def optimizer_begins(self) -> None:
+        """An optimizer is about to change the weights."""
+        self._is_scaled = False
+        self._look()
+
+    def optimizer_stepped(self, *, skipped: bool) -> None:
+        """An optimizer has stepped, or a GradScaler has skipped its step."""
+        self._is_scaled = False
+        self._look(skipped=skipped)
+
+    def step_ends(self) -> None:
+        """The rows of the step are about to be written."""
+        self._is_scaled = False
+        self._look()
+        self._watchman.step_ended()
+
+    def part_ends(self) -> None:
+        """Rows that belong to the step before are about to be written."""
+        self._look()
+        self._watchman.part_ended()
+
+    def _look(self, *, skipped: bool = False) -> None:
+        try:
+            self._watchman.look(skipped=skipped)
+        finally:
+            self._keeper.drop()
