@@ -10,6 +10,7 @@ import click
 from gradtrace.errors import CaptureError
 
 from .record_plan import RecordPlan
+from .size import read_size
 from .step_range import read_step_range
 
 DEFAULT_OUTPUT = "run.parquet"
@@ -21,6 +22,7 @@ DEFAULT_OUTPUT = "run.parquet"
 Examples:
   $ gradtrace record train.py --lr 3e-4
   $ gradtrace record --every 10 --include 'layers.*.attn*' -m pkg.train
+  $ gradtrace record --on-nonfinite stop train.py
   $ torchrun --nproc-per-node 8 -m gradtrace record train.py""",
 )
 @click.option("-m", "is_module", is_flag=True, help="Run SCRIPT as a module, like `python -m`.")
@@ -59,6 +61,37 @@ Examples:
     metavar="NAME",
     help="How modules are watched: `graph`, or torch's own module `hooks`.",
 )
+@click.option(
+    "--on-nonfinite",
+    type=click.Choice(["continue", "stop"]),
+    default="continue",
+    show_default=True,
+    help="Stop the run before bad gradients reach the weights, or go on.",
+)
+@click.option(
+    "--replays",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    metavar="N",
+    help="Run at most N failing passes again, to name the operation.",
+)
+@click.option(
+    "--op-steps",
+    callback=read_step_range,
+    metavar="A:B",
+    help="Record every operation of steps A up to, not including, B. Slow.",
+)
+@click.option("--no-loss-lines", is_flag=True, help="Note no source lines in the loss code: for very long losses.")
+@click.option(
+    "--capsule-limit",
+    callback=read_size,
+    default="1GiB",
+    show_default=True,
+    metavar="SIZE",
+    help="Save no capsule of a failing step that is larger than this.",
+)
+@click.option("--no-capsule", is_flag=True, help="Save no capsule of the first failing step.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing of gradtrace's own but warnings.")
 @click.argument("script")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

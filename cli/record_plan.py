@@ -22,6 +22,12 @@ class RecordPlan:
     include: tuple[str, ...]
     exclude: tuple[str, ...]
     engine: Literal["graph", "hooks"]
+    replays: int
+    on_nonfinite: Literal["continue", "stop"]
+    no_loss_lines: bool
+    op_steps: tuple[int | None, int | None] | None
+    capsule_limit: int
+    no_capsule: bool
     quiet: bool
 
     @property

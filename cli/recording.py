@@ -119,6 +119,11 @@ def _new_tracer(plan: RecordPlan, path: str) -> Tracer:
         first_step=plan.first_step,
         include=plan.include,
         exclude=plan.exclude,
+        replays=plan.replays,
+        on_nonfinite=plan.on_nonfinite,
+        loss_lines=not plan.no_loss_lines,
+        op_steps=plan.op_steps,
+        capsule_limit=0 if plan.no_capsule else plan.capsule_limit,
         existing=plan.existing,
         command=plan.command,
     )

@@ -8,11 +8,12 @@ matter is the business of ``trace/incident.py``, and how a pass is replayed that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from gradtrace.capture.births import Birth
 from gradtrace.capture.kept import Keeper
+from gradtrace.capture.loss_forward import LossFinding
 from gradtrace.capture.replay import Outcome, Replayer
 from gradtrace.capture.rows import Named, Row, record_of
 from gradtrace.capture.session import Session, warn
@@ -55,7 +56,7 @@ class Watchman:
         session: Session,
         keeper: Keeper,
         replayer: Replayer,
-        loss_births: Callable[[], Sequence[Birth]],
+        loss: Callable[[], LossFinding],
         *,
         replays: int,
         on_nonfinite: OnNonFinite,
@@ -66,7 +67,7 @@ class Watchman:
         self._session = session
         self._keeper = keeper
         self._replayer = replayer
-        self._loss_births = loss_births
+        self._loss = loss
         self._replays = replays
         self._on_nonfinite = on_nonfinite
         self._may_stop = may_stop
@@ -135,10 +136,14 @@ class Watchman:
             raise NonFiniteError(f"{alarm.text}; for the verdict: {command}", alarm.step)
 
     def _confirm(self, alarm: Alarm, *, is_fatal: bool) -> None:
+        in_loss = self._loss()
         outcome = self._replay(alarm, is_fatal=is_fatal)
-        for birth in [*self._loss_births(), *outcome.births]:
+        for birth in [*in_loss.births, *outcome.births]:
             self._write(birth)
-        self._event("replay", outcome.confirmation.to_json())
+        said = replace(outcome.confirmation, term=in_loss.term)
+        if in_loss.reason is not None:
+            said = replace(said, reason=" ".join(filter(None, (said.reason and f"{said.reason};", in_loss.reason))))
+        self._event("replay", said.to_json())
 
     def _replay(self, alarm: Alarm, *, is_fatal: bool) -> Outcome:
         key = _key(alarm.first)

@@ -297,11 +297,28 @@ class GraphGradients:
             session.record("backward", entry, tensor, path, gradient, call=call, micro_step=micro, detail=detail)
 
 
+def _graph_options(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, bool]:
+    """Return whether a pass keeps its graph and whether it makes one; torch's own calls pass both by position."""
+    keeps = args[1] if len(args) > 1 else kwargs.get("keep_graph", kwargs.get("retain_graph", False))
+    creates = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
+    return bool(keeps), bool(creates)
+
+
 class BackwardWatch:
     """Sees every backward pass of the process while it is installed."""
 
-    def __init__(self, session: Session, on_end: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        on_begin: Callable[[Sequence[Any], bool], None],
+        on_end: Callable[[bool, bool], None],
+    ) -> None:
+        """``on_begin`` gets what the pass starts from, and whether the pass makes a graph of its own.
+
+        ``on_end`` gets whether it accumulated gradients, and whether its graph can be used again.
+        """
         self._session = session
+        self._on_begin = session.guarded(on_begin)
         self._on_end = session.guarded(on_end)
         self._begin = session.guarded(self._backward_starts)
         self._record_returned = session.guarded(self._record_gradients_of_grad)
@@ -331,13 +348,15 @@ class BackwardWatch:
             if thread.inside or not self._session.active:
                 return original(outputs, *args, **kwargs)
             accumulating = bool(kwargs.get("accumulate_grad", False))
+            keeps_graph, creates_graph = _graph_options(args, kwargs)
             self._begin(outputs, accumulating)
+            self._on_begin(outputs, creates_graph)
             thread.inside = True
             try:
                 result = original(outputs, *args, **kwargs)
             finally:
                 thread.inside = False
-                self._on_end(accumulating)
+                self._on_end(accumulating, keeps_graph)
             if not accumulating:
                 self._record_returned(args, kwargs, result)
             return result

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from types import CodeType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from gradtrace.capture.dispatch import has_own_dispatch, redispatch
 from gradtrace.capture.frames import user_lines
 from gradtrace.capture.schemas import Named, Traits, tensors_of, traits_of
 
@@ -58,8 +58,9 @@ class Memory:
         self._ours.update(number for result in results if (number := storage_of(result)) not in before)
 
     def add(self, tensor: Tensor) -> None:
-        """Note a tensor that Python has just made without an operation."""
-        self._ours.add(storage_of(tensor))
+        """Note a tensor that Python has just made without an operation; not one that shows memory of numpy's."""
+        if tensor.untyped_storage().resizable():
+            self._ours.add(storage_of(tensor))
 
     def has(self, tensor: Tensor) -> bool:
         """Whether the tensor's memory may be written into."""
@@ -75,6 +76,7 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raises before an operation that a replay must not run.
 
     ``base`` is the code of the function that runs the replay: frames outside of it are none of the user's.
+    ``part`` says in the refusal what is running: the forward or the backward.
 
     Raises (from any operation while it is active):
         Communicates, WritesOutside: see there.
@@ -82,10 +84,11 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
-    def __init__(self, memory: Memory, base: CodeType | None = None) -> None:
+    def __init__(self, memory: Memory, base: CodeType | None = None, *, part: str = "forward") -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.memory = memory
         self.base = base
+        self.part = part
 
     def __torch_dispatch__(
         self, func: Any, types: tuple[type, ...], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -104,12 +107,12 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, traits: Traits, operands: list[Named], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the operation."""
-        return func(*args, **kwargs)
+        return redispatch(func, args, kwargs)
 
     def check(self, traits: Traits, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raise if the operation must not run."""
         if any(word in traits.namespace for word in _COMMUNICATION):
-            raise self.memory.refuse(Communicates(f"the forward communicates ({traits.name}{self._place()})"))
+            raise self.memory.refuse(Communicates(f"the {self.part} communicates ({traits.name}{self._place()})"))
         if traits.constant:
             self.memory.add(args[0])
         for name, tensor in traits.written(args, kwargs) + traits.silently_written(args, kwargs):
@@ -120,9 +123,3 @@ class Guard(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _place(self) -> str:
         lines = user_lines(self.base)
         return f", {os.path.basename(lines[-1].file)}:{lines[-1].line}" if lines else ""
-
-
-def has_own_dispatch(types: Iterable[type]) -> bool:
-    """Whether an operand is of a class that runs operations in its own way (DTensor, fake tensors)."""
-    plain = torch._C._disabled_torch_dispatch_impl
-    return any(getattr(kind, "__torch_dispatch__", plain) is not plain for kind in types)

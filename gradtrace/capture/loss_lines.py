@@ -11,12 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx.traceback
 
+from gradtrace.capture.node_stack import brief_stack
 from gradtrace.capture.patching import Patch
 
 _set = Patch(torch, "set_anomaly_enabled")
 _is_enabled = Patch(torch, "is_anomaly_enabled")
 _checks_nan = Patch(torch, "is_anomaly_check_nan_enabled")
+_format_stack = Patch(torch.fx.traceback, "format_stack")
 
 _switch: Callable[[bool, bool], None] = torch._C.set_anomaly_enabled  # torch.autograd's classes would warn
 _enabled: Callable[[], bool] = torch._C.is_anomaly_enabled
@@ -41,6 +44,7 @@ class LossLines:
         _set.add(self._around_set)
         _is_enabled.add(self._around_is_enabled)
         _checks_nan.add(self._around_checks_nan)
+        _format_stack.add(self._around_format_stack)
 
     def remove(self) -> None:
         """End the loss code, and leave nothing but the user's setting."""
@@ -48,6 +52,7 @@ class LossLines:
         _set.remove(self._around_set)
         _is_enabled.remove(self._around_is_enabled)
         _checks_nan.remove(self._around_checks_nan)
+        _format_stack.remove(self._around_format_stack)
 
     @property
     def noting(self) -> bool:
@@ -111,3 +116,6 @@ class LossLines:
 
     def _around_checks_nan(self, original: Callable[[], bool]) -> Callable[[], bool]:
         return lambda: original() if self._before is None else self._before
+
+    def _around_format_stack(self, original: Callable[[], list[str]]) -> Callable[[], list[str]]:
+        return lambda: original() if self._before is None else brief_stack()

@@ -1,14 +1,17 @@
 """Where in the user's code an autograd node was made: what anomaly mode noted at the node, as source lines.
 
 Anomaly mode writes the formatted stack to a node's metadata when the node is made, and there it stays after the
-mode is switched off. Only reads it: switching the mode is the business of others.
+mode is switched off. Reads and words such stacks; switching the mode is the business of others.
 """
 
 from __future__ import annotations
 
+import linecache
 import os
 import re
+import sys
 from collections.abc import Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -56,6 +59,21 @@ def lines_of(notes: Notes) -> tuple[SourceLine, ...]:
     return ()
 
 
+def brief_stack() -> list[str]:
+    """Return the stack as ``traceback.format_stack`` does, without the code, in a small part of its time.
+
+    The code is looked up when somebody asks for it.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    frames = []
+    while frame is not None:
+        code = frame.f_code
+        frames.append(f'  File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}\n')
+        frame = frame.f_back
+    frames.reverse()
+    return frames
+
+
 def _users_lines(formatted: Sequence[str]) -> tuple[SourceLine, ...]:
     lines = [_parse(frame) for frame in formatted]
     runner = max((i for i, line in enumerate(lines) if line and line.file == _RUNNER), default=-1)
@@ -66,4 +84,6 @@ def _parse(formatted: str) -> SourceLine | None:
     match = _FRAME.match(formatted)
     if match is None:
         return None
-    return SourceLine(match["file"], int(match["line"]), match["function"].strip(), (match["code"] or "").strip())
+    file, line = match["file"], int(match["line"])
+    code = match["code"] or linecache.getline(file, line)
+    return SourceLine(file, line, match["function"].strip(), code.strip())

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from gradtrace.capture.births import MOST, Birth, Operand
+from gradtrace.capture.dispatch import redispatch
 from gradtrace.capture.frames import user_lines
-from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.guards import Guard, Memory, storage_of
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.schemas import Named, Traits, tensors_of
@@ -36,11 +36,11 @@ class _Read(NamedTuple):
 
 
 class _Unnamed(NamedTuple):
-    """A birth whose node is known as soon as the operation is over."""
+    """A birth whose node is known as soon as the operation is over; ``before`` is that of what it overwrote."""
 
     birth: Birth
     result: Tensor
-    born: int
+    before: Any
 
 
 class ForwardOps(Guard):  # type: ignore[no-untyped-call]
@@ -83,11 +83,11 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
         """Run an operation and judge it."""
         self._name_last()
         if traits.makes_nothing:
-            return func(*args, **kwargs)
+            return redispatch(func, args, kwargs)
         written = [tensor for _, tensor in traits.written(args, kwargs)]
         reads = [self._read(*operand, written) for operand in operands if traits.is_read(operand[0])]
-        born = sequence_number() - 1 if torch.is_grad_enabled() else -1
-        result = func(*args, **kwargs)
+        nodes = nodes_of(written)
+        result = redispatch(func, args, kwargs)
         for tensor in written + [tensor for _, tensor in traits.silently_written(args, kwargs)]:
             self._judge.wrote(tensor)
         results = tensors_of(result)
@@ -98,7 +98,7 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
         if traits.uninitialised:
             self._keep_in_mind(traits, results)
         else:
-            self._judge_results(traits, reads, results, written, born)
+            self._judge_results(traits, reads, results, nodes)
         return result
 
     # Before ---------------------------------------------------------------------------------------------------
@@ -134,7 +134,7 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
     # After ----------------------------------------------------------------------------------------------------
 
     def _judge_results(
-        self, traits: Traits, reads: list[_Read], results: list[Tensor], written: list[Tensor], born: int
+        self, traits: Traits, reads: list[_Read], results: list[Tensor], nodes: dict[int, Any] | None
     ) -> None:
         bad = [read for read in reads if read.kinds and isinstance(read.value, Tensor)]
         births = frozenset[int]().union(*(read.births for read in bad))
@@ -150,7 +150,8 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
                 is_new = True
                 birth = self._birth(traits, reads, index, measure, fill=fill)
                 births |= {self._add(birth)}
-                self._unnamed = None if tensor._is_view() else _Unnamed(birth, tensor, born)
+                if nodes is not None and not tensor._is_view():
+                    self._unnamed = _Unnamed(birth, tensor, nodes.get(id(tensor)))
             self._origins.add(tensor, births)
 
     def _fill(self, traits: Traits, reads: list[_Read], bad: list[_Read], kinds: Kinds) -> bool | None:
@@ -186,10 +187,19 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
         return number
 
     def _name_last(self) -> None:
-        """Give the last birth the name of its autograd node; inside of a custom Function there is none."""
+        """Give the last birth the name of its autograd node."""
         last, self._unnamed = self._unnamed, None
-        if last is None:
-            return
-        node = last.result.grad_fn
-        if node is not None and node._sequence_nr() == last.born:
-            last.birth.op = node.name()
+        if last is not None:
+            node = last.result.grad_fn
+            if node is not None and node is not last.before:
+                last.birth.op = node.name()
+
+
+def nodes_of(tensors: list[Tensor]) -> dict[int, Any] | None:
+    """Return the nodes of what is about to be overwritten; None where the operation has no node of its own.
+
+    Inside of a custom Function's forward the whole of it is the node.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    return {id(tensor): tensor.grad_fn for tensor in tensors if not tensor._is_view()}

@@ -30,12 +30,12 @@ class OptimizerWatch:
     def __init__(
         self,
         session: Session,
-        before: Callable[[Optimizer], None],
+        before: Callable[[Optimizer, bool], None],
         after: Callable[[Optimizer, bool, bool], None],
         on_scale: Callable[[int, Tensor], None],
         on_scaled: Callable[[], None],
     ) -> None:
-        """``after`` gets the optimizer, whether its step was skipped, and whether a backward was running.
+        """``before`` gets the optimizer and whether its step was skipped; ``after`` also whether a backward was running.
 
         It is not called for a step that is part of another optimizer's. ``on_scale`` gets the number of a
         scaler and its scale. ``on_scaled`` is called when a loss is scaled.
@@ -85,7 +85,7 @@ class OptimizerWatch:
             result = original(scaler, optimizer, *args, **kwargs)
             # What is no optimizer of torch's has no hooks: whether it was skipped cannot be said.
             if not self._thread.stepped and isinstance(optimizer, Optimizer):
-                self._before(optimizer)
+                self._before(optimizer, True)
                 self._after(optimizer, True, False)
             return result
 
@@ -93,7 +93,7 @@ class OptimizerWatch:
 
     def _begins(self, optimizer: Optimizer) -> None:
         with self._inside_hook():
-            self._before(optimizer)
+            self._before(optimizer, False)
 
     def _ended(self, optimizer: Optimizer) -> None:
         self._thread.stepped = True

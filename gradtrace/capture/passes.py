@@ -9,13 +9,15 @@ from collections.abc import Callable
 
 from gradtrace.capture.alarm import Watchman
 from gradtrace.capture.kept import Keeper
+from gradtrace.capture.loss_watch import LossWatch
 
 
 class Passes:
     """Hears of calls, backward passes and optimizer steps, and has the watchman look in time."""
 
-    def __init__(self, keeper: Keeper, watchman: Watchman) -> None:
+    def __init__(self, keeper: Keeper, watchman: Watchman, loss: LossWatch) -> None:
         self._keeper = keeper
+        self._loss = loss
         self._watchman = watchman
         self._is_scaled = False
 
@@ -48,11 +50,13 @@ class Passes:
         self._is_scaled = False
         self._look()
         self._watchman.step_ended()
+        self._loss.step_ended()
 
     def part_ends(self) -> None:
         """Rows that belong to the step before are about to be written."""
         self._look()
         self._watchman.part_ended()
+        self._loss.step_ended()
 
     def _look(self, *, skipped: bool = False) -> None:
         try:

@@ -114,10 +114,10 @@ class Steps:
         self.close()
         self._next(number)
 
-    def optimizer_begins(self, optimizer: Optimizer) -> None:
-        """An optimizer is about to step."""
+    def optimizer_begins(self, optimizer: Optimizer, skipped: bool) -> None:
+        """An optimizer is about to step, or has been skipped."""
         self._parameters.optimizer_begins(optimizer)
-        if not _inside_backward():
+        if not skipped and not _inside_backward():
             self._passes.optimizer_begins()
 
     def loss_scaled(self) -> None:

@@ -33,6 +33,8 @@ from gradtrace.capture.hooks import ModuleHooks, NoGradients, refuse_in_place
 from gradtrace.capture.kept import Keeper
 from gradtrace.capture.launch import Launch
 from gradtrace.capture.log import StepLog
+from gradtrace.capture.loss_lines import LossLines
+from gradtrace.capture.loss_watch import LossWatch
 from gradtrace.capture.names import Names, unwrapped
 from gradtrace.capture.optimizers import OptimizerWatch
 from gradtrace.capture.parameters import ParameterWatch
@@ -76,6 +78,7 @@ class Tracer:
         include, exclude: glob patterns of the modules to record or to leave out.
         replays: how many failing passes are run again at most, to name the operation; 0 for none.
         on_nonfinite: ``stop`` raises NonFiniteError before bad gradients reach the weights.
+        loss_lines: note source lines in the loss code, which costs much only where the loss is very long.
         existing: what to do with an older run at ``path``.
         command: the command line that the file is to show.
         _on_device: measure tensors of every device as those of an accelerator; for tests.
@@ -98,6 +101,7 @@ class Tracer:
         exclude: Sequence[str] = (),
         replays: int = 3,
         on_nonfinite: OnNonFinite = "continue",
+        loss_lines: bool = True,
         existing: Literal["refuse", "overwrite", "move_aside"] = "refuse",
         command: Sequence[str] = (),
         _on_device: bool | None = None,
@@ -129,6 +133,7 @@ class Tracer:
                 "exclude": list(exclude),
                 "replays": replays,
                 "on_nonfinite": on_nonfinite,
+                "loss_lines": loss_lines,
             },
         )
         self._models = _named(models)
@@ -141,26 +146,28 @@ class Tracer:
         self._hooks = ModuleHooks(session) if engine == "hooks" else None
         self._parameters = ParameterWatch(session)
         forget = self._hooks.forget_calls if self._hooks is not None else lambda: None
-        keeper = Keeper()
+        keeper = self._keeper = Keeper()
+        self._lines = LossLines() if self.info.config["loss_lines"] else None
+        self._loss = LossWatch(session, self._graph if self._hooks is None else NoGradients(), self._lines)
         self._calls = Calls(
             session,
-            self._graph if self._hooks is None else NoGradients(),
+            self._loss,
             lambda *call: self._steps.outermost_call(*call),
             discover=not self._models,
             keeper=keeper if self._hooks is None and self.info.config["replays"] else None,
         )
-        self._backward = BackwardWatch(session, self._backward_ended)
+        self._backward = BackwardWatch(session, self._backward_begins, self._backward_ended)
         watchman = Watchman(
             session,
             keeper,
             Replayer(session, self._calls, self._backward),
-            lambda: [],
+            self._loss.finding,
             replays=self.info.config["replays"],
             on_nonfinite=self.info.config["on_nonfinite"],
             may_stop=lambda: all_ranks_see(keeper.calls, session.is_finite),
             verdict_command=lambda: f"gradtrace first-nan {self.path}",
         )
-        passes = Passes(keeper, watchman)
+        passes = Passes(keeper, watchman, self._loss)
         steps = self._steps = Steps(session, self._parameters, self._graph.never_fired, forget, passes)
         self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
         self._optimizers = OptimizerWatch(
@@ -191,6 +198,8 @@ class Tracer:
         else:
             interception.add(self._observer)
         self._backward.install()
+        if self._lines is not None:
+            self._lines.install()
         self._optimizers.install()
         self._eager.install()
         return self
@@ -240,6 +249,10 @@ class Tracer:
             undo.enter_context(contextlib.suppress(Exception))
             undo.callback(self._parameters.arrivals.stop)
             undo.callback(self._calls.drop)
+            undo.callback(self._keeper.drop)
+            undo.callback(self._loss.step_ended)
+            if self._lines is not None:
+                undo.callback(self._lines.remove)
             undo.callback(self._eager.remove)
             undo.callback(self._optimizers.remove)
             undo.callback(self._backward.remove)
@@ -247,8 +260,13 @@ class Tracer:
             if self._hooks is not None:
                 undo.callback(self._hooks.remove)
 
-    def _backward_ended(self, accumulating: bool) -> None:
+    def _backward_begins(self, outputs: Sequence[Any], creates_graph: bool) -> None:
+        if self._session.capturing:
+            self._loss.backward_begins(outputs, create_graph=creates_graph)
+
+    def _backward_ended(self, accumulating: bool, keeps_graph: bool) -> None:
         self._graph.backward_ended()
+        self._loss.backward_ended(keeps_graph=keeps_graph)
         self._steps.backward_ended(accumulating)
 
     # What may be asked ---------------------------------------------------------------------------------------
@@ -289,6 +307,7 @@ def trace(
     exclude: Sequence[str] = (),
     replays: int = 3,
     on_nonfinite: OnNonFinite = "continue",
+    loss_lines: bool = True,
     overwrite: bool = False,
 ) -> Tracer:
     """Return a tracer to be used in a ``with`` statement; see ``Tracer`` for the arguments.
@@ -313,6 +332,7 @@ def trace(
         exclude=exclude,
         replays=replays,
         on_nonfinite=on_nonfinite,
+        loss_lines=loss_lines,
         existing="overwrite" if overwrite else "refuse",
         command=list(sys.argv),
     )
