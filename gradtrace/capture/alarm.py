@@ -76,6 +76,7 @@ class Watchman:
         self._tolerated: set[_Key] = set()
         self._step_from = 0
         self._alarmed = False
+        self._skipped = False
         self._lasting = False
         self._weights_were_bad = False
 
@@ -90,6 +91,7 @@ class Watchman:
         Raises:
             NonFiniteError: there is an incident, and the run is to stop then.
         """
+        self._skipped = skipped = skipped or self._skipped
         if not self.is_suspicious:
             return
         names, step = self._session.names, self._session.clock.step
@@ -114,7 +116,7 @@ class Watchman:
     def step_ended(self) -> None:
         """All rows of the step are about to be written."""
         self.part_ended()
-        self._lasting, self._alarmed = self._alarmed, False
+        self._lasting, self._alarmed, self._skipped = self._alarmed, False, False
 
     def _bad_rows(self) -> list[Row]:
         rows = self._session.rows.between(self._step_from)
