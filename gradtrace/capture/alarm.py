@@ -138,14 +138,16 @@ class Watchman:
             raise NonFiniteError(f"{alarm.text}; for the verdict: {command}", alarm.step)
 
     def _confirm(self, alarm: Alarm, *, is_fatal: bool) -> None:
-        in_loss = self._loss()
         outcome = self._replay(alarm, is_fatal=is_fatal)
+        said = outcome.confirmation
+        if self._lasting and said.status == "not_replayed":
+            return  # nothing new: what the incident began with has been written
+        in_loss = self._loss()
         for birth in [*in_loss.births, *outcome.births]:
             self._write(birth)
-        said = replace(outcome.confirmation, term=in_loss.term)
-        if in_loss.reason is not None:
-            said = replace(said, reason=" ".join(filter(None, (said.reason and f"{said.reason};", in_loss.reason))))
-        self._event("replay", said.to_json())
+        if in_loss.reason is not None and not outcome.births:
+            said = replace(said, reason="; ".join(filter(None, (said.reason, in_loss.reason))))
+        self._event("replay", replace(said, term=in_loss.term).to_json())
 
     def _replay(self, alarm: Alarm, *, is_fatal: bool) -> Outcome:
         key = _key(alarm.first)
