@@ -12,13 +12,16 @@ else
 TORCH_INTEGRATIONS ?= torch==2.14.1 torchvision==0.29.1
 endif
 
+# The tools that the zoo compares with, as the committed table has them.
+PEERS ?= transformers==5.24.0 torchlens==2.36.1 mindstudio-probe==26.2.0
+
 # More words for pytest: make test PYTEST_ARGS="-k verdict"
 PYTEST_ARGS ?=
 
 DEMO_RUN := demo.parquet
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint test-integrations clean
+.PHONY: demo test lint test-integrations peers clean
 
 demo: .venv/.installed
 	.venv/bin/gradtrace record --force -o $(DEMO_RUN) examples/char_transformer.py --steps 30
@@ -36,8 +39,11 @@ lint: .venv-test/.installed
 test-integrations: .venv-integrations/.installed
 	.venv-integrations/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
 
+peers: .venv-peers/.installed
+	.venv-peers/bin/python -m benchmarks.zoo --peers
+
 clean:
-	rm -rf .venv .venv-test .venv-integrations build dist *.egg-info
+	rm -rf .venv .venv-test .venv-integrations .venv-peers build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	rm -rf $(DEMO_RUN) $(DEMO_RUN).parts
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -59,4 +65,9 @@ clean:
 	$(PYTHON) -m venv .venv-integrations
 	.venv-integrations/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
 	.venv-integrations/bin/python $(PIP_INSTALL) $(TORCH_INTEGRATIONS) --editable . --group integrations
+	touch $@
+
+.venv-peers/.installed: Makefile
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/python $(PIP_INSTALL) $(TORCH) numpy $(PEERS)
 	touch $@

@@ -17,8 +17,9 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
-from gradtrace.trace.schema import COLUMN_NAMES, Record, batch_of_records
+from gradtrace.trace.schema import COLUMN_NAMES, Record
 from gradtrace.trace.writer import RunWriter
 
 BLOCKS = 48

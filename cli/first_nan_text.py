@@ -9,13 +9,18 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from gradtrace.analysis.verdict_model import Cause, Fate, Finding, Verdict, kind_of
+from gradtrace.analysis.verdict_model import Cause, Fate, Finding, Verdict
+
+from . import first_nan_replay
+from .first_nan_replay import short_kind
 
 if TYPE_CHECKING:
     from gradtrace.analysis.verdict_model import IncidentSummary
     from gradtrace.trace.schema import Record
 
 _LABEL = 11
+_REPLAYABLE = ("forward", "loss", "backward")
+"""What an operation of torch can have made; of anything else there is nothing to replay."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ def _nothing_wrong(verdict: Verdict) -> Iterator[str]:
     ):
         rows = [row for row in verdict.contained if verdict.fates.get(row.seq) is fate]
         if rows:
-            yield f"{words}: {_some([f'{_place(row)} ({_short_kind(row)})' for row in rows])}."
+            yield f"{words}: {_some([f'{_place(row)} ({short_kind(row)})' for row in rows])}."
 
 
 def _answer(verdict: Verdict, finding: Finding) -> Iterator[str]:
@@ -75,11 +80,12 @@ def _answer(verdict: Verdict, finding: Finding) -> Iterator[str]:
         f"First non-finite value: step {row.step}{rank}, {finding.cause.phase}, {where}, "
         f"{row.tensor} {row.path}{call}: {_values(row)}".replace(" :", ":")
     )
-    yield _line("made by", _made_by(finding))
+    yield from _what_made_it(verdict, finding)
     if finding.seen.seq != row.seq and finding.cause is not Cause.LEARNING_RATE:
         label = "first used" if finding.cause is Cause.INITIAL else "first seen"
         yield _line(label, f"step {finding.seen.step}, {_place(finding.seen)}: {_values(finding.seen)}")
-    if verdict.source and "/torch/nn/" not in verdict.source[0].replace(os.sep, "/"):
+    known = verdict.explanation is not None and verdict.explanation.birth is not None
+    if not known and verdict.source and "/torch/nn/" not in verdict.source[0].replace(os.sep, "/"):
         yield _line("source", f"{verdict.source[0]}:{verdict.source[1]} (class {verdict.module_type})")
     if row.dtype:
         finite = "" if row.min is None else f"; its finite elements {row.min:.4g} to {row.max:.4g}"
@@ -87,6 +93,17 @@ def _answer(verdict: Verdict, finding: Finding) -> Iterator[str]:
     if finding.all_tolerated:
         yield _line("but", "healthy steps held the like of it too; nothing else on the way was non-finite")
     yield from _how_far(verdict)
+
+
+def _what_made_it(verdict: Verdict, finding: Finding) -> Iterator[str]:
+    """Name the operation and its line, where they are known, then the module and the reason to name it."""
+    explanation = verdict.explanation
+    birth = explanation.birth if explanation else None
+    lines = [*first_nan_replay.operation(birth)] if birth else []
+    lines.append(("within" if birth else "made by", _made_by(finding)))
+    if explanation and finding.cause.phase in _REPLAYABLE:
+        lines += first_nan_replay.replay(explanation)
+    yield from (_line(label, text) for label, text in lines)
 
 
 def _made_by(finding: Finding) -> str:
@@ -107,7 +124,7 @@ def _made_by(finding: Finding) -> str:
         Cause.GRADIENT: f"the gradient of {_module(row.module)}'s own parameter: what came in was finite",
         Cause.CHANGED_GRADIENT: "code between backward and the optimizer step: it arrived finite",
         Cause.UPDATE: "the optimizer's update: its gradient was finite",
-        Cause.LEARNING_RATE: f"the learning rate: {_short_kind(finding.seen)} in group {finding.seen.path}",
+        Cause.LEARNING_RATE: f"the learning rate: {short_kind(finding.seen)} in group {finding.seen.path}",
         Cause.LOSS_SCALE: "GradScaler, which lowered the scale again and again",
     }
     return words[finding.cause]
@@ -214,10 +231,6 @@ def _values(row: Record) -> str:
     kinds = [(row.nan_count, "nan"), (row.posinf_count, "inf"), (row.neginf_count, "-inf")]
     counts = " and ".join(f"{count:,} {name}" for count, name in kinds if count)
     return f"{counts} of {row.numel:,}" if (row.numel or 0) > 1 else counts.removeprefix("1 ")
-
-
-def _short_kind(row: Record) -> str:
-    return {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}[kind_of(row)]
 
 
 def _statistics(row: Record) -> tuple[Decimal | float | None, ...]:

@@ -15,12 +15,19 @@ from typing import Any
 import click
 
 import gradtrace
-from gradtrace.errors import GradtraceError, NoMatchError, NotARunError, QueryError, RunNotFoundError
+from gradtrace.errors import (
+    CapsuleError,
+    GradtraceError,
+    NoMatchError,
+    NotARunError,
+    QueryError,
+    RunNotFoundError,
+)
 
 from .record_plan import RecordPlan
 
 _SECTIONS = {
-    "Record": {"record": ".record:record"},
+    "Record": {"record": ".record:record", "recheck": ".recheck:recheck"},
     "Ask": {
         "first-nan": ".first_nan:first_nan",
         "summary": ".summary:summary",
@@ -33,7 +40,7 @@ EXIT_USAGE = 2
 EXIT_BAD_DATA = 3
 EXIT_INTERRUPTED = 130
 EXIT_BROKEN_PIPE = 141  # what a shell reports of a program that SIGPIPE killed
-_BAD_DATA = (RunNotFoundError, NotARunError, QueryError, NoMatchError)
+_BAD_DATA = (RunNotFoundError, NotARunError, CapsuleError, QueryError, NoMatchError)
 
 
 class _Commands(click.Group):

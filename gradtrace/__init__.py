@@ -16,12 +16,16 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gradtrace.analysis.run import Run as Run
     from gradtrace.analysis.run import open_run as open_run
+    from gradtrace.capture.recheck import RecheckResult as RecheckResult
+    from gradtrace.capture.recheck import recheck as recheck
     from gradtrace.capture.tracer import Tracer as Tracer
     from gradtrace.capture.tracer import trace as trace
     from gradtrace.errors import GradtraceError as GradtraceError
     from gradtrace.errors import GradtraceWarning as GradtraceWarning
 
 _HOME = {
+    "RecheckResult": "gradtrace.capture.recheck",
+    "recheck": "gradtrace.capture.recheck",
     "Run": "gradtrace.analysis.run",
     "open_run": "gradtrace.analysis.run",
     "Tracer": "gradtrace.capture.tracer",

@@ -34,6 +34,10 @@ class CaptureError(GradtraceError):
     """The recording cannot be started as asked."""
 
 
+class CapsuleError(GradtraceError):
+    """A failing step cannot be put into a capsule, or a capsule cannot be checked against a script."""
+
+
 class GradtraceWarning(UserWarning):
     """Category of every warning that gradtrace issues."""
 

@@ -9,12 +9,12 @@ import sys
 from pathlib import Path
 
 import click
-import pyarrow as pa
 import pytest
 from click.testing import CliRunner
 from gradtrace_cli.main import cli
 
 import gradtrace
+from gradtrace.trace.confirmation import Confirmation
 from gradtrace.trace.runinfo import ModuleInfo
 from gradtrace.trace.schema import COLUMNS, Record
 from tests.traces import write_run
@@ -66,6 +66,17 @@ def _step(step: int) -> list[Record]:
     ]
 
 
+def _operations(step: int, first: int) -> list[Record]:
+    """What --op-steps and a replay leave of one step."""
+    layer = {"op": "DivBackward0", "file": "net.py", "line": 7}
+    return [
+        _tensor(step, first, "output", "forward", "layer", path="0", nan_count=2, **layer),
+        _tensor(step, first + 1, "input", "replay", "layer", path="other", min=0.0, **layer),
+        _tensor(step, first + 2, "output", "replay", "layer", path="0", nan_count=2, detail="{}", **layer),
+        _tensor(step, first + 3, "replay", "event", None, detail=Confirmation("reproduced").to_json()),
+    ]
+
+
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps in which every query of the cookbook has something to find."""
@@ -76,7 +87,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path = tmp_path_factory.mktemp("run") / "run.parquet"
     records = [record for step in range(4) for record in _step(step)]
-    return write_run(path, records, modules=modules, command=["train.py"])
+    return write_run(path, records + _operations(2, len(records)), modules=modules, command=["train.py"])
 
 
 def _documented_columns() -> list[tuple[str, ...]]:
@@ -89,7 +100,7 @@ def test_the_page_of_columns_is_the_schema() -> None:
     expected = [
         (
             f"`{column.name}`",
-            "string" if pa.types.is_dictionary(column.type) else str(column.type),
+            column.type,
             column.unit,
             column.meaning,
         )
@@ -123,6 +134,18 @@ def test_the_query_for_the_maker_names_the_module_with_finite_inputs(run: Path) 
     query = next(query for query in QUERIES if "HAVING sum(" in query)
     with gradtrace.open_run(run) as opened:
         assert [row[1] for row in opened.sql(query).rows] == ["layer"]
+
+
+def test_the_query_for_births_has_each_with_its_operands(run: Path) -> None:
+    query = next(query for query in QUERIES if "WITH births" in query)
+    with gradtrace.open_run(run) as opened:
+        assert opened.sql(query).rows == [(2, "layer", "DivBackward0", "net.py", 7, 2, 0, "other", 0.0, 1.0)]
+
+
+def test_the_query_for_the_operations_of_a_step_leaves_out_the_replay(run: Path) -> None:
+    query = next(query for query in QUERIES if "phase <> 'replay'" in query)
+    with gradtrace.open_run(run) as opened:
+        assert [row[1:4] for row in opened.sql(query).rows] == [("forward", "layer", "DivBackward0")]
 
 
 @pytest.mark.parametrize("snippet", SNIPPETS, ids=["duckdb", "pandas", "polars", "gradtrace"])

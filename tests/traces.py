@@ -8,8 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.runinfo import RunInfo
-from gradtrace.trace.schema import Record, batch_of_records
+from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
 
 

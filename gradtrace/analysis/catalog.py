@@ -13,7 +13,7 @@ VIEWS = ("records", "params", "grads", "steps", "modules", "events", "meta")
 _RECORDS = {column.name: (column.unit, column.meaning) for column in RECORD_COLUMNS}
 _OTHERS: dict[tuple[str, str], tuple[str, str]] = {
     ("steps", "micro_steps"): ("passes", "forward/backward passes of the step"),
-    ("steps", "records"): ("records", "records of the step"),
+    ("steps", "records"): ("records", "records of boundaries in the step"),
     ("steps", "nan_records"): ("records", "those that hold a NaN"),
     ("steps", "posinf_records"): ("records", "those that hold a +Inf"),
     ("steps", "neginf_records"): ("records", "those that hold a -Inf"),
@@ -32,7 +32,7 @@ _OTHERS: dict[tuple[str, str], tuple[str, str]] = {
     ("modules", "parameters"): ("elements", "elements of the module's own parameters"),
     ("modules", "shapes"): ("", "shapes of the module's own parameters, by name"),
     ("modules", "calls"): ("calls", "calls that were seen"),
-    ("events", "event"): ("", "skip, incident, switch, stop or lost"),
+    ("events", "event"): ("", "skip, incident, replay, switch, stop or lost"),
     ("meta", "key"): ("", "what is known of the run: run_id, command, versions, end"),
     ("meta", "value"): ("", "text, or JSON for what is no text"),
 }

@@ -15,15 +15,7 @@ if TYPE_CHECKING:
 # A verdict needs no wall clock.
 _COLUMNS = ", ".join('NULL AS "time"' if name == "time" else f'"{name}"' for name in Record._fields)
 _BAD = "(nan_count > 0 OR posinf_count > 0 OR neginf_count > 0)"
-# DuckDB skips whole row groups for a comparison with one column, and for an OR of three it does not.
-_BAD_RECORDS = """
-CREATE VIEW IF NOT EXISTS bad_records AS
-SELECT * FROM records WHERE nan_count > 0
-UNION ALL
-SELECT * FROM records WHERE posinf_count > 0 AND nan_count = 0
-UNION ALL
-SELECT * FROM records WHERE neginf_count > 0 AND posinf_count = 0 AND nan_count = 0
-"""
+_COUNTS = ("nan_count", "posinf_count", "neginf_count")
 _STATE = "tensor IN ('param', 'buffer')"
 _KEY = "module IS NOT DISTINCT FROM ? AND tensor = ? AND path = ?"
 
@@ -52,17 +44,23 @@ firsts AS (
         CASE WHEN one_by_one THEN module END, CASE WHEN one_by_one THEN path END
 )
 SELECT {_COLUMNS} FROM bad_records SEMI JOIN firsts USING (rank, seq)
-UNION ALL
-SELECT {_COLUMNS} FROM records WHERE numel = 1 AND tensor = 'loss_scale' AND "max" < {SMALLEST_LOSS_SCALE}
+"""
+
+_LOW_LOSS_SCALES = f"""
+SELECT {_COLUMNS} FROM boundaries WHERE numel = 1 AND tensor = 'loss_scale' AND "max" < {SMALLEST_LOSS_SCALE}
 """
 
 
 class Evidence:
-    """Asks one run. Rows come back as records, in order of ``seq`` unless said otherwise."""
+    """Asks one run. Rows come back as records, in order of ``seq`` unless said otherwise.
+
+    Rows of single operations (replay, op-level capture) are no evidence: only ``replay`` returns some.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        run.execute(_BAD_RECORDS)
+        run.execute("CREATE OR REPLACE VIEW boundaries AS SELECT * FROM records WHERE op IS NULL")
+        run.execute(f"CREATE OR REPLACE VIEW bad_records AS {self._bad_records()}")
 
     def steps(self) -> list[tuple[int, int]]:
         """Return (rank, step) of all recorded steps, in order."""
@@ -81,12 +79,16 @@ class Evidence:
 
     def that_matter(self, roots: Collection[str]) -> list[Record]:
         """Return the records that the incident rules need."""
-        return self._records(_THAT_MATTER, [list(roots)])
+        found = self._records(_THAT_MATTER, [list(roots)])
+        # Asked first, because few runs have one, and that a word never occurs in a column is seen at once.
+        if self._fetch("SELECT 1 FROM boundaries WHERE tensor = 'loss_scale' LIMIT 1"):
+            found += self._records(_LOW_LOSS_SCALES)
+        return found
 
     def scene(self, last: Record) -> list[Record]:
         """Return the passes of a step from the first with a non-finite value to the one of ``last``."""
         query = f"""
-            SELECT {_COLUMNS} FROM records
+            SELECT {_COLUMNS} FROM boundaries
             WHERE rank = ? AND step = ? AND micro_step <= ? AND phase <> 'event' AND micro_step >= (
                 SELECT min(micro_step) FROM bad_records WHERE rank = ? AND step = ? AND seq <= ?
                 AND NOT (phase = 'input' AND {_STATE})
@@ -103,9 +105,9 @@ class Evidence:
                 WHERE rank = ? AND seq < ? AND {_STATE}
             ),
             latest AS (
-                SELECT records.* FROM records SEMI JOIN suspects
-                ON records.module IS NOT DISTINCT FROM suspects.module AND records.tensor = suspects.tensor
-                AND records.path = suspects.path
+                SELECT boundaries.* FROM boundaries SEMI JOIN suspects
+                ON boundaries.module IS NOT DISTINCT FROM suspects.module AND boundaries.tensor = suspects.tensor
+                AND boundaries.path = suspects.path
                 WHERE rank = ? AND seq < ?
                 QUALIFY row_number() OVER (PARTITION BY module, tensor, path ORDER BY seq DESC) = 1
             )
@@ -116,8 +118,8 @@ class Evidence:
         """Return the record with which a parameter or buffer went non-finite for good before ``state``."""
         key = [state.rank, state.seq, state.module, state.tensor, state.path]
         query = f"""
-            SELECT {_COLUMNS} FROM records WHERE rank = ? AND seq <= ? AND {_KEY} AND {_BAD} AND seq > (
-                SELECT coalesce(max(seq), -1) FROM records
+            SELECT {_COLUMNS} FROM boundaries WHERE rank = ? AND seq <= ? AND {_KEY} AND {_BAD} AND seq > (
+                SELECT coalesce(max(seq), -1) FROM boundaries
                 WHERE rank = ? AND seq <= ? AND {_KEY} AND NOT {_BAD}
             ) ORDER BY seq LIMIT 1"""
         return self._records(query, [*key, *key])[0]
@@ -128,17 +130,15 @@ class Evidence:
         Boundaries whose records held different kinds (NaN, Inf, -Inf) come once for each mixture.
         """
         query = f"""
-            SELECT {_COLUMNS}, steps FROM (
-                SELECT *, count(DISTINCT step) OVER same AS steps,
-                    row_number() OVER (same ORDER BY seq) AS nth
+            WITH firsts AS (
+                SELECT min(seq) AS seq, count(DISTINCT step) AS steps
                 FROM bad_records
                 WHERE rank = ? AND step < ? AND NOT list_contains(?, step)
                 AND tensor NOT IN ('lr', 'loss_scale')
-                WINDOW same AS (
-                    PARTITION BY module, tensor, path, nan_count > 0, posinf_count > 0, neginf_count > 0
-                )
-            ) WHERE nth = 1 ORDER BY seq"""
-        rows = self._fetch(query, [rank, before, list(unhealthy)])
+                GROUP BY module, tensor, path, nan_count > 0, posinf_count > 0, neginf_count > 0
+            )
+            SELECT {_COLUMNS}, steps FROM bad_records JOIN firsts USING (seq) WHERE rank = ? ORDER BY seq"""
+        rows = self._fetch(query, [rank, before, list(unhealthy), rank])
         return [(Record._make(row[:-1]), row[-1]) for row in rows]
 
     def same_tensor_before(self, row: Record) -> Record | None:
@@ -157,7 +157,7 @@ class Evidence:
     def first_overflow(self, rank: int, step: int) -> Record | None:
         """Return a step's first non-finite gradient or loss; without one its loss scale."""
         query = f"""
-            SELECT {_COLUMNS} FROM records WHERE rank = ? AND step = ?
+            SELECT {_COLUMNS} FROM boundaries WHERE rank = ? AND step = ?
             AND ((tensor IN ('grad', 'loss') AND {_BAD}) OR tensor = 'loss_scale')
             ORDER BY tensor = 'loss_scale', seq LIMIT 1"""
         found = self._records(query, [rank, step])
@@ -166,7 +166,7 @@ class Evidence:
     def context(self, row: Record, count: int) -> list[Record]:
         """Return the ``count`` records before ``row``, oldest first."""
         query = f"""
-            SELECT {_COLUMNS} FROM records
+            SELECT {_COLUMNS} FROM boundaries
             WHERE rank = ? AND seq < ? AND step BETWEEN ? AND ? AND phase <> 'event'
             ORDER BY seq DESC LIMIT ?"""
         return self._records(query, [row.rank, row.seq, row.step - 1, row.step, count])[::-1]
@@ -176,7 +176,7 @@ class Evidence:
         if not steps:
             return []
         query = f"""
-            SELECT {_COLUMNS} FROM records
+            SELECT {_COLUMNS} FROM boundaries
             WHERE rank = ? AND step BETWEEN ? AND ? AND {_KEY} AND phase = ?
             QUALIFY row_number() OVER (
                 PARTITION BY step ORDER BY call IS NOT DISTINCT FROM ? DESC, micro_step = ? DESC, seq DESC
@@ -194,16 +194,38 @@ class Evidence:
             SELECT {count.format("param", f"AND phase <> 'input' AND {_BAD}")},
                 {count.format("grad", f"AND {_BAD}")}, {modules.format(f"AND {_BAD}")},
                 {count.format("param", "")}, {count.format("grad", "")}
-            FROM records WHERE rank = ? AND step = ?"""
+            FROM boundaries WHERE rank = ? AND step = ?"""
         return Spread(*self._fetch(query, [rank, step])[0])
 
     def rest_of_step(self, row: Record, roots: Collection[str]) -> list[Record]:
         """Return the step's losses, batches and root outputs after ``row``."""
         query = f"""
-            SELECT {_COLUMNS} FROM records WHERE rank = ? AND step = ? AND seq > ?
+            SELECT {_COLUMNS} FROM boundaries WHERE rank = ? AND step = ? AND seq > ?
             AND (tensor = 'loss' OR phase = 'input' OR (tensor = 'output' AND list_contains(?, module)))
             ORDER BY seq"""
         return self._records(query, [row.rank, row.step, row.seq, list(roots)])
+
+    def replay(self, rank: int, first: int, last: int) -> list[Record]:
+        """Return what the replays of steps left: rows of phase ``replay``, and events ``replay``."""
+        query = f"""
+            SELECT {_COLUMNS} FROM records WHERE rank = ? AND step BETWEEN ? AND ?
+            AND (phase = 'replay' OR (phase = 'event' AND tensor = 'replay'))
+            ORDER BY seq"""
+        return self._records(query, [rank, first, last])
+
+    def _bad_records(self) -> str:
+        """Return the query of all non-finite records, with a scan for each kind that the run has.
+
+        DuckDB skips whole row groups for a comparison with one column, and for an OR of three it does not; but each
+        scan is planned anew in every query, so none is for a kind that never was.
+        """
+        most = self._fetch(f"SELECT {', '.join(f'max({count})' for count in _COUNTS)} FROM records")[0]
+        there = [count for count, largest in zip(_COUNTS, most, strict=True) if largest]
+        scans = [
+            " AND ".join([f"SELECT * FROM boundaries WHERE {count} > 0", *(f"{other} = 0" for other in there[:before])])
+            for before, count in enumerate(there)
+        ]
+        return " UNION ALL ".join(scans) or "SELECT * FROM boundaries WHERE false"
 
     def _records(self, query: str, parameters: Sequence[Any] = ()) -> list[Record]:
         return [Record._make(row) for row in self._fetch(query, parameters)]

@@ -15,13 +15,11 @@ from types import TracebackType
 from typing import Any
 
 import duckdb
-import pyarrow as pa
 
 from gradtrace.analysis.sandbox import Result
 from gradtrace.analysis.source import Source, find_sources
-from gradtrace.analysis.views import add_views, native_connection, sandboxed_connection
+from gradtrace.analysis.views import add_records, add_views, native_connection, sandboxed_connection
 from gradtrace.trace.runinfo import RunInfo
-from gradtrace.trace.schema import ARROW_SCHEMA
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
@@ -51,11 +49,11 @@ class Run:
         self.path = os.fspath(path)
         self._files = ExitStack()
         self._finalizer = weakref.finalize(self, self._files.close)
-        sources, self.missing = find_sources(self.path, self._files)
+        self.connection = native_connection()
+        sources, self.missing = find_sources(self.path, self._files, self.connection)
         self._parquet = [file for source in sources for file in source.parquet]
-        journals = [table for source in sources for table in source.journals]
-        self._journals = pa.concat_tables([pa.Table.from_batches([], ARROW_SCHEMA), *journals])
-        self.connection = native_connection(self._parquet, self._journals)
+        self._journals = [table for source in sources for table in source.journals]
+        add_records(self.connection, self._parquet, self._journals)
         self.infos: list[RunInfo] = [self._settled(source) for source in sources]
         for source, info in zip(sources, self.infos, strict=True):
             self.missing += _missing(source, info)

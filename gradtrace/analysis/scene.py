@@ -28,6 +28,13 @@ def is_bad(row: Record) -> bool:
     return row.nonfinite_count > 0
 
 
+def kind_of(row: Record) -> str:
+    """Return "NaN", "Infinity" or "-Infinity": the worst that the record holds."""
+    if row.nan_count:
+        return "NaN"
+    return "Infinity" if row.posinf_count else "-Infinity"
+
+
 def is_forward(row: Record) -> bool:
     """Whether the record was taken where a tensor enters or leaves a module in the forward direction."""
     return row.phase in FORWARD_PHASES and row.tensor in ("input", "output")

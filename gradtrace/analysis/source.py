@@ -1,7 +1,8 @@
 """Locates the files of a run, whatever state it is in: finished, killed, or being recorded right now.
 
 A path may be a file, the directory of several ranks, the ``.parts`` directory of an unfinished run, a glob,
-or the name that an unfinished run will have. Nothing here changes a file.
+or the name that an unfinished run will have. Nothing here changes a file. A finished file is read by DuckDB
+alone: pyarrow, which is slow to import, is only for journals.
 """
 
 from __future__ import annotations
@@ -15,16 +16,17 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+import duckdb
 
 from gradtrace.errors import NotARunError, RunNotFoundError
-from gradtrace.trace.journal import read_journal
 from gradtrace.trace.parts import INFO_FILE, part_of, parts_of, pieces
 from gradtrace.trace.process import is_alive
 from gradtrace.trace.runinfo import METADATA_KEY, RunInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _ATTEMPTS = 20
 _PAUSE = 0.05
@@ -49,15 +51,19 @@ class Source:
     notes: list[str] = field(default_factory=list)
 
 
-def find_sources(path: str, open_files: ExitStack) -> tuple[list[Source], list[str]]:
+def find_sources(
+    path: str, open_files: ExitStack, connection: duckdb.DuckDBPyConnection
+) -> tuple[list[Source], list[str]]:
     """Return the ranks of the run at ``path``, by rank, and what is known to be missing.
+
+    ``connection`` is one that may read files.
 
     Raises:
         RunNotFoundError: there is nothing at ``path``.
         NotARunError: what is there is no run that this gradtrace can read.
     """
     try:
-        sources = _patiently(lambda: [_open(found, open_files) for found in _locate(path)])
+        sources = _patiently(lambda: [_open(found, open_files, connection) for found in _locate(path)])
     except FileNotFoundError as error:
         raise NotARunError(f"{path} is no whole run: {error.filename} is missing") from None
     except OSError as error:
@@ -128,19 +134,21 @@ def _runs_among(paths: Iterable[Path]) -> list[Path]:
     return sorted(files | {path for path in parts if path.with_suffix("") not in files})
 
 
-def _open(path: Path, open_files: ExitStack) -> Source:
-    return _open_parts(path, open_files) if path.is_dir() else _open_file(path)
+def _open(path: Path, open_files: ExitStack, connection: duckdb.DuckDBPyConnection) -> Source:
+    return _open_parts(path, open_files) if path.is_dir() else _open_file(path, connection)
 
 
-def _open_file(path: Path) -> Source:
+def _open_file(path: Path, connection: duckdb.DuckDBPyConnection) -> Source:
+    file = str(path.absolute())
+    query = "SELECT value FROM parquet_kv_metadata(?) WHERE key = ?"
     try:
-        metadata = pq.read_metadata(path).metadata or {}
-    except pa.ArrowInvalid:
+        found = connection.execute(query, [glob.escape(file), METADATA_KEY]).fetchall()
+    except duckdb.Error:
+        path.open("rb").close()  # if that is why, says so as an OSError
         raise NotARunError(f"{path} is not a Parquet file") from None
-    if METADATA_KEY not in metadata:
+    if not found:
         raise NotARunError(f"{path} is a Parquet file, but not a gradtrace run")
-    info = RunInfo.from_json(metadata[METADATA_KEY], str(path))
-    return Source(path, info, finished=True, parquet=[str(path.absolute())])
+    return Source(path, RunInfo.from_json(found[0][0], str(path)), finished=True, parquet=[file])
 
 
 def _open_parts(directory: Path, open_files: ExitStack) -> Source:
@@ -160,6 +168,8 @@ def _open_parts(directory: Path, open_files: ExitStack) -> Source:
 
 def _open_piece(piece: Path, source: Source, opened: ExitStack) -> None:
     if piece.suffix == ".arrow":
+        from gradtrace.trace.journal import read_journal
+
         try:
             source.journals.append(read_journal(piece))
             return

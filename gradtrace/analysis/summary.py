@@ -27,7 +27,7 @@ SELECT
     greatest(abs(min("min")), abs(max("max"))),
     max(norm)
 FROM records
-WHERE module IS NOT NULL AND phase <> 'event'
+WHERE module IS NOT NULL AND phase <> 'event' AND op IS NULL
 GROUP BY ALL
 """
 
@@ -74,7 +74,7 @@ WITH extremes AS (
         max(greatest(abs("min"), abs("max"))) FILTER (WHERE tensor = 'param') AS max_param,
         count(*) FILTER (WHERE posinf_count > 0 OR neginf_count > 0) AS inf
     FROM records
-    WHERE phase <> 'event'
+    WHERE phase <> 'event' AND op IS NULL
     GROUP BY rank, step
 )
 SELECT

@@ -10,8 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from gradtrace.analysis.births import Explanation
 from gradtrace.analysis.candidates import candidates_for
 from gradtrace.analysis.classify import Background, find_cause
+from gradtrace.analysis.confirmation import explain
 from gradtrace.analysis.evidence import Evidence
 from gradtrace.analysis.hints import hints_for
 from gradtrace.analysis.incidents import RunIncident, choose, read_timeline
@@ -109,6 +111,7 @@ class _Inquiry:
         history = self._timeline.previous_steps(row.rank, row.step, _HISTORY_STEPS)
         module = self._modules.get(row.module) if row.module is not None else None
         healthy = self._bad_in_healthy_steps(row.rank, row.step)
+        explanation = self._explanation(origin)
         return Verdict(
             run=self._facts(),
             finding=finding,
@@ -128,7 +131,8 @@ class _Inquiry:
                 finding, [other.finding for other in origins[1:]], self._run.infos, self._gap(row)
             ),
             incidents=tuple(summaries),
-            hints=hints_for(finding, module.type if module else None),
+            hints=hints_for(finding, module.type if module else None, explanation.birth),
+            explanation=explanation,
         )
 
     def _origins(self, chosen: RunIncident) -> list[_Origin]:
@@ -179,6 +183,12 @@ class _Inquiry:
         if finding.cause in (Cause.BATCH, Cause.BETWEEN) and finding.seen.tensor == "input":
             return self._evidence.same_tensor_before(finding.seen)
         return None
+
+    def _explanation(self, origin: _Origin) -> Explanation:
+        """Return what the replay says; skipped steps are an incident, and replayed, only when there are ten."""
+        row, incident = origin.finding.row, origin.incident
+        last = incident.last_step if incident.reached[:1] == ["skips"] else row.step
+        return explain(origin.finding, self._evidence.replay(row.rank, row.step, last), incident.first_step)
 
     def _tolerance(self, last: Record) -> _Tolerance:
         return _Tolerance(row for row, _ in self._bad_in_healthy_steps(last.rank, last.step))

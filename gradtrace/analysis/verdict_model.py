@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from gradtrace.analysis.births import Explanation, nothing_to_explain
+from gradtrace.analysis.scene import kind_of
 from gradtrace.trace.schema import Record
 
 VERDICT_SCHEMA_VERSION = 1
@@ -177,7 +179,8 @@ class RunFacts:
 class Verdict:
     """The first non-finite boundary of an incident and what made it; ``finding`` is None with nothing wrong.
 
-    ``since`` maps what was reached (loss, grad, buffer, param) to the step in which it first was.
+    ``since`` maps what was reached (loss, grad, buffer, param) to the step in which it first was;
+    ``explanation`` is what the replay of the step says of the finding.
     """
 
     run: RunFacts
@@ -197,6 +200,7 @@ class Verdict:
     candidates: tuple[Candidate, ...] = ()
     incidents: tuple[IncidentSummary, ...] = ()
     hints: tuple[str, ...] = ()
+    explanation: Explanation | None = None
 
     @property
     def found(self) -> bool:
@@ -210,7 +214,7 @@ class Verdict:
             "schema_version": VERDICT_SCHEMA_VERSION,
             "found": self.found,
             **_boundary(finding, self.module_type),
-            **_replay(self.found),
+            **(self.explanation.to_dict() if self.explanation else nothing_to_explain()),
             "reached": list(self.reached),
             "received_by": list(self.received_by),
             "handled": self.handled if finding else None,
@@ -232,13 +236,6 @@ class Verdict:
     def _record(self, row: Record) -> dict[str, Any]:
         fate = self.fates.get(row.seq)
         return {**record_to_dict(row), "fate": fate.value if fate else None}
-
-
-def kind_of(row: Record) -> str:
-    """Return "NaN", "Infinity" or "-Infinity": the worst that the record holds."""
-    if row.nan_count:
-        return "NaN"
-    return "Infinity" if row.posinf_count else "-Infinity"
 
 
 def record_to_dict(row: Record) -> dict[str, Any]:
@@ -263,17 +260,6 @@ def _boundary(finding: Finding | None, module_type: str | None) -> dict[str, Any
         "shape": shape_of(finding.row),
     }
     return {key: special[key] if key in special else getattr(finding.row, key) for key in _BOUNDARY_KEYS}
-
-
-def _replay(found: bool) -> dict[str, Any]:
-    """Return the keys that a replay of the step fills; a recording without one has none of them."""
-    confirmation: dict[str, Any] = dict.fromkeys(
-        ("status", "reason", "anomaly_op", "anomaly_agrees", "anomaly_message")
-    )
-    if found:
-        confirmation.update(status="not_replayed", reason="the recording holds no replay of this step")
-    keys = dict.fromkeys(("op", "op_kind", "location"))
-    return {**keys, "traceback": [], "term": None, "confirmation": confirmation}
 
 
 def _json_value(value: Any) -> Any:

@@ -13,14 +13,16 @@ import json
 import math
 from collections.abc import Sequence
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import duckdb
-import pyarrow as pa
 
 from gradtrace.analysis import sandbox
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
-from gradtrace.trace.schema import ARROW_SCHEMA
+from gradtrace.trace.schema import COLUMN_NAMES
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _MODULE_TABLE = {
     "module": "VARCHAR",
@@ -38,27 +40,33 @@ _META_TABLE = {"rank": "INTEGER", "key": "VARCHAR", "value": "VARCHAR"}
 
 # Arrow keeps times with their zone, which DuckDB shows in the reader's; all times of a trace are UTC.
 _COLUMNS = ", ".join(
-    'make_timestamp(epoch_us("time")) AS "time"' if name == "time" else f'"{name}"' for name in ARROW_SCHEMA.names
+    'make_timestamp(epoch_us("time")) AS "time"' if name == "time" else f'"{name}"' for name in COLUMN_NAMES
 )
 
 
-def native_connection(parquet: Sequence[str], journals: pa.Table) -> duckdb.DuckDBPyConnection:
-    """Return a connection with the view ``records`` over Parquet files and rows from journals."""
+def native_connection() -> duckdb.DuckDBPyConnection:
+    """Return a connection that may read files."""
     connection = duckdb.connect()
     # A verdict asks some twenty questions of one file: its footer is read once.
     connection.execute("SET parquet_metadata_cache = true")
-    files = ", ".join(_quoted(glob.escape(path)) for path in parquet)
-    _add_records(connection, f"read_parquet([{files}])" if parquet else None, journals)
     return connection
 
 
+def add_records(connection: duckdb.DuckDBPyConnection, parquet: Sequence[str], journals: Sequence[pa.Table]) -> None:
+    """Add the view ``records`` over Parquet files and rows from journals."""
+    files = ", ".join(_quoted(glob.escape(path)) for path in parquet)
+    _add_records(connection, f"read_parquet([{files}])" if parquet else None, journals)
+
+
 def sandboxed_connection(
-    parquet: Sequence[str], journals: pa.Table, infos: Sequence[RunInfo]
+    parquet: Sequence[str], journals: Sequence[pa.Table], infos: Sequence[RunInfo]
 ) -> duckdb.DuckDBPyConnection:
     """Return a connection with all views and without access to anything else."""
     connection = duckdb.connect()
     if parquet:
         import pyarrow.dataset  # slow to import, and only needed here
+
+        from gradtrace.trace.arrow import ARROW_SCHEMA
 
         files = pyarrow.dataset.dataset(list(parquet), schema=ARROW_SCHEMA, format="parquet")
         connection.register("parquet_rows", files)
@@ -125,10 +133,14 @@ def elements(shape: str) -> int:
     return math.prod(int(size) for size in sizes.split(",")) if sizes else 1
 
 
-def _add_records(connection: duckdb.DuckDBPyConnection, files: str | None, journals: pa.Table) -> None:
+def _add_records(connection: duckdb.DuckDBPyConnection, files: str | None, journals: Sequence[pa.Table]) -> None:
     scans = [files] if files else []
-    if journals.num_rows or not files:
-        connection.register("arrow_rows", journals)
+    if journals or not files:
+        import pyarrow as pa
+
+        from gradtrace.trace.arrow import ARROW_SCHEMA
+
+        connection.register("arrow_rows", pa.concat_tables([ARROW_SCHEMA.empty_table(), *journals]))
         connection.execute("CREATE TABLE journal_rows AS FROM arrow_rows")
         connection.unregister("arrow_rows")
         scans.append("journal_rows")

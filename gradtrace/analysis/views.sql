@@ -66,6 +66,8 @@ counts AS (
         count(*) FILTER (WHERE neginf_count > 0) AS neginf_records,
         count(*) FILTER (WHERE phase = 'event' AND tensor = 'skip') > 0 AS skipped
     FROM records
+    -- Records are of boundaries; rows of single operations (replay, op-level capture) are not counted.
+    WHERE op IS NULL
     GROUP BY rank, step
 )
 SELECT

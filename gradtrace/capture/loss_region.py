@@ -82,4 +82,4 @@ class _Within:
         if index < 0 or born >= self._ends[index]:
             return False
         # A thread of the engine has numbers of its own, which tell nothing here.
-        return True
+        return "parent_" not in node.metadata

@@ -11,6 +11,7 @@ import fnmatch
 import inspect
 import weakref
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -112,6 +113,38 @@ class TensorEntry:
         self.kind = kind
 
 
+class _Listed:
+    """The tensors that were found below the roots, good as long as no module holds another thing than then.
+
+    Keeps nothing alive.
+    """
+
+    def __init__(self, modules: list[nn.Module], pairs: list[tuple[TensorEntry, Tensor]]) -> None:
+        self._modules = [weakref.ref(module) for module in modules]
+        self._entries = [entry for entry, _ in pairs]
+        self._contents = _contents(modules)
+
+    def pairs(self) -> list[tuple[TensorEntry, Tensor]] | None:
+        """Return the tensors with their entries, None where something is another one."""
+        modules = [module for reference in self._modules if (module := reference()) is not None]
+        if len(modules) != len(self._modules) or _contents(modules) != self._contents:
+            return None
+        pairs = [(entry, tensor) for entry in self._entries if (tensor := entry.ref()) is not None]
+        return pairs if len(pairs) == len(self._entries) else None
+
+
+def _contents(modules: list[nn.Module]) -> list[Any]:
+    """Return what tells whether modules hold what they held before: the names and the identities of it all."""
+    contents: list[Any] = []
+    for module in modules:
+        for part in (module._parameters, module._modules, module._buffers):
+            contents += part.keys()
+            contents += map(id, part.values())
+        # Of buffers only floating ones are listed: one that is not could be followed by one that is, at its place.
+        contents += [None if buffer is None else buffer.dtype for buffer in module._buffers.values()]
+    return contents
+
+
 class Names:
     """All roots of a run, and the names of everything below them."""
 
@@ -123,6 +156,7 @@ class Names:
         self._parameters: dict[int, TensorEntry] = {}
         self._history: list[ModuleEntry] = []
         self._frozen = False
+        self._listed: _Listed | None = None
 
     def entry(self, module: nn.Module) -> ModuleEntry | None:
         """Return the module's entry, or None for a module that lies below no known root."""
@@ -162,6 +196,7 @@ class Names:
 
     def refresh(self, root: Root) -> None:
         """Name what has been added below ``root`` since it was named."""
+        self._listed = None
         top = root.ref()
         if top is None:
             return
@@ -197,21 +232,25 @@ class Names:
         only = root.owns_parameters and not any(r.owns_parameters for r in self.roots if r is not root)
         return "" if only else root.label
 
-    def tensors(self) -> Iterator[tuple[TensorEntry, Tensor]]:
-        """Yield every parameter and floating buffer of the living roots that is to be recorded, in order."""
+    def tensors(self) -> list[tuple[TensorEntry, Tensor]]:
+        """Return every parameter and floating buffer of the living roots that is to be recorded, in order."""
+        pairs = None if self._listed is None else self._listed.pairs()
+        if pairs is None:
+            modules = [module for root in self.roots if (top := root.ref()) is not None for _, module in walk(top)]
+            pairs = list(self._tensors_of(modules))
+            self._listed = _Listed(modules, pairs)
+        return pairs
+
+    def _tensors_of(self, modules: list[nn.Module]) -> Iterator[tuple[TensorEntry, Tensor]]:
         seen: set[int] = set()
-        for root in self.roots:
-            top = root.ref()
-            if top is None:
+        for module in modules:
+            entry = self.entry(module)
+            if entry is None or not entry.selected:
                 continue
-            for _, module in walk(top):
-                entry = self.entry(module)
-                if entry is None or not entry.selected:
-                    continue
-                for pair in self._own_tensors(module, entry):
-                    if id(pair[1]) not in seen:
-                        seen.add(id(pair[1]))
-                        yield pair
+            for pair in self._own_tensors(module, entry):
+                if id(pair[1]) not in seen:
+                    seen.add(id(pair[1]))
+                    yield pair
 
     def _own_tensors(self, module: nn.Module, entry: ModuleEntry) -> Iterator[tuple[TensorEntry, Tensor]]:
         for name, parameter in module._parameters.items():

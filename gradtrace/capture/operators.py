@@ -36,11 +36,10 @@ class _Read(NamedTuple):
 
 
 class _Unnamed(NamedTuple):
-    """A birth whose node is known as soon as the operation is over; ``before`` is that of what it overwrote."""
+    """A birth whose node is known as soon as the operation is over."""
 
     birth: Birth
     result: Tensor
-    before: Any
 
 
 class ForwardOps(Guard):  # type: ignore[no-untyped-call]
@@ -86,7 +85,6 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
             return redispatch(func, args, kwargs)
         written = [tensor for _, tensor in traits.written(args, kwargs)]
         reads = [self._read(*operand, written) for operand in operands if traits.is_read(operand[0])]
-        nodes = nodes_of(written)
         result = redispatch(func, args, kwargs)
         for tensor in written + [tensor for _, tensor in traits.silently_written(args, kwargs)]:
             self._judge.wrote(tensor)
@@ -98,7 +96,7 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
         if traits.uninitialised:
             self._keep_in_mind(traits, results)
         else:
-            self._judge_results(traits, reads, results, nodes)
+            self._judge_results(traits, reads, results)
         return result
 
     # Before ---------------------------------------------------------------------------------------------------
@@ -133,9 +131,7 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
 
     # After ----------------------------------------------------------------------------------------------------
 
-    def _judge_results(
-        self, traits: Traits, reads: list[_Read], results: list[Tensor], nodes: dict[int, Any] | None
-    ) -> None:
+    def _judge_results(self, traits: Traits, reads: list[_Read], results: list[Tensor]) -> None:
         bad = [read for read in reads if read.kinds and isinstance(read.value, Tensor)]
         births = frozenset[int]().union(*(read.births for read in bad))
         is_new = False
@@ -150,8 +146,8 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
                 is_new = True
                 birth = self._birth(traits, reads, index, measure, fill=fill)
                 births |= {self._add(birth)}
-                if nodes is not None and not tensor._is_view():
-                    self._unnamed = _Unnamed(birth, tensor, nodes.get(id(tensor)))
+                if has_own_node(tensor):
+                    self._unnamed = _Unnamed(birth, tensor)
             self._origins.add(tensor, births)
 
     def _fill(self, traits: Traits, reads: list[_Read], bad: list[_Read], kinds: Kinds) -> bool | None:
@@ -191,15 +187,14 @@ class ForwardOps(Guard):  # type: ignore[no-untyped-call]
         last, self._unnamed = self._unnamed, None
         if last is not None:
             node = last.result.grad_fn
-            if node is not None and node is not last.before:
+            if node is not None:
                 last.birth.op = node.name()
 
 
-def nodes_of(tensors: list[Tensor]) -> dict[int, Any] | None:
-    """Return the nodes of what is about to be overwritten; None where the operation has no node of its own.
+def has_own_node(result: Tensor) -> bool:
+    """Whether the node that ``result`` is about to get is that of the operation that has just made it.
 
-    Inside of a custom Function's forward the whole of it is the node.
+    Inside of a custom Function's forward it is the Function's. Of a view that is written into it is that of
+    the view.
     """
-    if not torch.is_grad_enabled():
-        return None
-    return {id(tensor): tensor.grad_fn for tensor in tensors if not tensor._is_view()}
+    return torch.is_grad_enabled() and not result._is_view()

@@ -16,7 +16,8 @@ import pyarrow as pa
 import torch
 
 from gradtrace.capture.statistics import Measure
-from gradtrace.trace.schema import COLUMN_NAMES, Record, batch_of_columns
+from gradtrace.trace.arrow import ARROW_SCHEMA, batch_of_columns
+from gradtrace.trace.schema import COLUMN_NAMES, Record
 
 
 class Named(Protocol):
@@ -71,7 +72,7 @@ class RowBuffer:
         self._seq = itertools.count()
         self._lock = threading.RLock()
         self._rows: list[tuple[Any, ...]] = []
-        self._taken = 0
+        self._arrays: dict[str, tuple[list[Any], pa.Array[Any]]] = {}
         self._text_of: dict[Any, str | None] = {None: None}
 
     def __len__(self) -> int:
@@ -135,8 +136,6 @@ class RowBuffer:
         columns: dict[str, Any] = dict.fromkeys(COLUMN_NAMES, [None] * same)
         columns.update(
             rank=[self._rank] * same,
-            step=[step] * same,
-            time=[time] * same,
             seq=seq,
             micro_step=micro_step,
             call=call,
@@ -159,7 +158,14 @@ class RowBuffer:
             line=[line for _, _, line in sources],
             detail=detail,
         )
-        return batch_of_columns(columns)
+        return self._batch(columns, _repeated("step", step, same) | _repeated("time", time, same))
+
+    def _batch(self, columns: dict[str, list[Any]], repeated: dict[str, pa.Array[Any]]) -> pa.RecordBatch:
+        """Turn columns into Arrow's; most are what they were in the step before, and so are their arrays."""
+        known = {name: array for name, (values, array) in self._arrays.items() if values == columns[name]}
+        batch = batch_of_columns({**columns, **known, **repeated})
+        self._arrays = {name: (values, batch.column(name)) for name, values in columns.items()}
+        return batch
 
     def _texts(self, values: list[Any]) -> list[str | None]:
         """Return types, shapes and devices as the file names them; a run has few different ones."""
@@ -201,6 +207,11 @@ def record_of(row: Row, step: int, rank: int) -> Record:
         max=measure.max,
         norm=measure.norm,
     )
+
+
+def _repeated(name: str, value: Any, count: int) -> dict[str, pa.Array[Any]]:
+    """Return the column ``name`` with one value in all its rows; a list of times is slow to convert."""
+    return {name: pa.repeat(pa.scalar(value, ARROW_SCHEMA.field(name).type), count)}
 
 
 class _Nothing:

@@ -26,6 +26,14 @@ from gradtrace.errors import GradtraceWarning, NonFiniteError
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_CANNOT_MEASURE = (Unmeasurable, RuntimeError, TypeError, NotImplementedError)
+"""What measuring a tensor may raise."""
+
+_grad_mode = torch.is_grad_enabled
+_set_grad_mode = torch._C._set_grad_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+
 
 class Session:
     """The state of one recording.
@@ -67,8 +75,10 @@ class Session:
         ``once`` reuses the measure of a tensor that has been seen and not changed since. For ``arrived`` see
         ``Row``.
         """
-        measure = self._try(self.statistics.measure_once if once else self.statistics.measure, value)
-        if measure is None:
+        try:
+            measure = self.statistics.measure_once(value) if once else self.statistics.measure(value)
+        except _CANNOT_MEASURE as error:
+            self._cannot_measure(error)
             return None
         micro = self.clock.micro_step if micro_step is None else micro_step
         self.rows.append(micro, phase, owner, call, tensor, path, measure, detail, arrived)
@@ -76,16 +86,16 @@ class Session:
 
     def is_finite(self, value: Tensor) -> bool | None:
         """Whether no element is NaN or infinite; None, and counted, where that cannot be said."""
-        return self._try(self.statistics.all_finite, value)
-
-    def _try(self, look: Callable[[Tensor], R], value: Tensor) -> R | None:
         try:
-            return look(value)
-        except Unmeasurable as reason:
-            self.unmeasured[str(reason)] += 1
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            self.unmeasured[f"{type(error).__name__} while measuring"] += 1
-        return None
+            return self.statistics.all_finite(value)
+        except _CANNOT_MEASURE as error:
+            self._cannot_measure(error)
+            return None
+
+    def _cannot_measure(self, error: Exception) -> None:
+        """Count a tensor that could not be measured."""
+        reason = str(error) if isinstance(error, Unmeasurable) else f"{type(error).__name__} while measuring"
+        self.unmeasured[reason] += 1
 
     def fail(self, error: BaseException) -> None:
         """Take the capture down, say so once, and let the training go on."""
@@ -127,14 +137,16 @@ class quiet:
 
     def __enter__(self) -> None:
         self._modes: Any = None
-        if torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack():
+        if _dispatch_modes() or _function_modes():
             self._modes = _without_modes()
             self._modes.__enter__()
-        self._grad_mode = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+        self._grad_mode = _grad_mode()
+        if self._grad_mode:
+            _set_grad_mode(False)
 
     def __exit__(self, *error: object) -> None:
-        torch._C._set_grad_enabled(self._grad_mode)
+        if self._grad_mode:
+            _set_grad_mode(True)
         if self._modes is not None:
             self._modes.__exit__(None, None, None)
 

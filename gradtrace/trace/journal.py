@@ -13,7 +13,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from gradtrace.trace.schema import ARROW_SCHEMA
+from gradtrace.trace.arrow import ARROW_SCHEMA
 
 
 class Journal:

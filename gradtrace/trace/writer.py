@@ -1,7 +1,7 @@
 """``RunWriter``: writes a run as it goes, so that death at any moment costs at most the step in flight.
 
 Rows go into a journal first (``journal.py``); full journals become Parquet parts in the background, and
-``finish`` merges everything into one file (``parts.py``). Where it all stands is ``place.py``'s.
+``finish`` merges everything into one file (``merging.py``). Where it all stands is ``place.py``'s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ import pyarrow.compute as pc
 
 from gradtrace.errors import CaptureError
 from gradtrace.trace.journal import Journal
-from gradtrace.trace.parts import INFO_FILE, encode, journal_file, merge
+from gradtrace.trace.merging import encode, merge
+from gradtrace.trace.parts import INFO_FILE, journal_file
 from gradtrace.trace.place import Existing, claim
 from gradtrace.trace.process import this_process
 from gradtrace.trace.runinfo import RunInfo

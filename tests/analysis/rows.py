@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from gradtrace.analysis.run import Run, open_run
+from gradtrace.trace.confirmation import Boundary, Confirmation, OpDetail, SourceLine, Status
 from gradtrace.trace.runinfo import ModuleInfo
 from gradtrace.trace.schema import Record
 from tests.traces import write_run
@@ -15,6 +17,9 @@ NAN: dict[str, Any] = {"nan_count": 1}
 INF: dict[str, Any] = {"posinf_count": 1}
 NEGINF: dict[str, Any] = {"neginf_count": 1}
 ALL_NAN: dict[str, Any] = {"nan_count": 8, "min": None, "max": None, "norm": None}
+_NOTHING: dict[str, Any] = dict.fromkeys(
+    ("dtype", "shape", "numel", "nan_count", "posinf_count", "neginf_count", "min", "max", "norm")
+)
 
 
 class Rows:
@@ -65,10 +70,38 @@ class Rows:
 
     def skip(self) -> None:
         """Add the event of a step that GradScaler skipped."""
-        nothing = dict.fromkeys(
-            ("dtype", "shape", "numel", "nan_count", "posinf_count", "neginf_count", "min", "max", "norm")
-        )
-        self.add("event", None, "skip", "", detail="GradScaler skipped the optimizer step", **nothing)
+        self.add("event", None, "skip", "", detail="GradScaler skipped the optimizer step", **_NOTHING)
+
+    def birth(
+        self,
+        op: str,
+        module: str | None,
+        tensor: str = "output",
+        made: dict[str, Any] = NAN,
+        *,
+        operands: Sequence[tuple[str, str, dict[str, Any]]] = (),
+        traceback: Sequence[SourceLine] = (),
+        flows_to: Sequence[Boundary] = (),
+        fill: bool = False,
+        **values: Any,
+    ) -> Record:
+        """Add what a replay writes of one operation: its operands (tensor, path, values), then its result."""
+        line = traceback[-1] if traceback else None
+        place = {
+            "op": op,
+            "call": None if module is None else 0,
+            "file": line.file if line else None,
+            "line": line.line if line else None,
+        }
+        for kind, path, given in operands:
+            self.add("replay", module, kind, path, **(place | given))
+        detail = OpDetail(tuple(traceback), tuple(flows_to), fill).to_json()
+        return self.add("replay", module, tensor, "0", **(place | {"detail": detail} | made | values))
+
+    def replay(self, status: Status = "reproduced", reason: str | None = None, **said: Any) -> Record:
+        """Add the event that says how a replay went."""
+        detail = Confirmation(status, reason, **said).to_json()
+        return self.add("event", None, "replay", "", detail=detail, **_NOTHING)
 
     def start(self, *state: tuple[str, str, str], **values: Any) -> None:
         """Add parameters and buffers as they are before the first step: (module, tensor, path)."""

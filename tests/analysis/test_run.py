@@ -21,11 +21,13 @@ import pyarrow.parquet as pq
 import pytest
 from traces import write_run
 
+from gradtrace.analysis import source
 from gradtrace.analysis.run import open_run
 from gradtrace.errors import NotARunError, RunNotFoundError
-from gradtrace.trace import parts
+from gradtrace.trace import merging
+from gradtrace.trace.arrow import ARROW_SCHEMA, batch_of_records
 from gradtrace.trace.runinfo import METADATA_KEY, ModuleInfo, RunInfo
-from gradtrace.trace.schema import ARROW_SCHEMA, Record, batch_of_records
+from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
 
 
@@ -82,7 +84,8 @@ def test_a_run_opened_while_recording_stays_what_it_was_when_the_writer_goes_on_
 RECORDER = """
     import sys
     from gradtrace.trace.runinfo import RunInfo
-    from gradtrace.trace.schema import Record, batch_of_records
+    from gradtrace.trace.arrow import batch_of_records
+    from gradtrace.trace.schema import Record
     from gradtrace.trace.writer import RunWriter
 
     print("ready", flush=True)
@@ -188,11 +191,21 @@ def test_a_glob_that_matches_nothing_names_what_there_is(tmp_path):
 
 
 def test_what_is_no_parquet_file(tmp_path):
-    for content in (b"", b"text", b"PAR1" * 100):
+    unreadable_footer = b"PAR1" + b"\xff" * 100 + (100).to_bytes(4, "little") + b"PAR1"
+    for content in (b"", b"text", b"PAR1" * 100, unreadable_footer):
         (tmp_path / "x.parquet").write_bytes(content)
         with pytest.raises(NotARunError) as error:
             open_run(tmp_path / "x.parquet")
         assert str(error.value) == f"{tmp_path / 'x.parquet'} is not a Parquet file"
+
+
+def test_a_file_that_goes_away_before_it_is_read_is_missing_and_not_malformed(tmp_path, monkeypatch):
+    gone = tmp_path / "gone.parquet"
+    monkeypatch.setattr(source, "_locate", lambda text: [gone])
+    monkeypatch.setattr(source, "_PAUSE", 0)
+    with pytest.raises(NotARunError) as error:
+        open_run(gone)
+    assert str(error.value) == f"{gone} is no whole run: {gone} is missing"
 
 
 def test_a_parquet_file_of_something_else(tmp_path):
@@ -364,7 +377,7 @@ def test_the_meta_view(run):
 
 
 def test_the_first_bad_record_is_found_without_reading_the_healthy_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "ROWS_PER_GROUP", 100)
+    monkeypatch.setattr(merging, "ROWS_PER_GROUP", 100)
     rows = [Record(n // 10, n, "forward", "output", "layer", nan_count=int(n == 5555), max=1.0) for n in range(6000)]
     path = write_run(tmp_path / "run.parquet", rows)
     metadata = pq.read_metadata(path)
@@ -414,14 +427,18 @@ def test_closing_lets_go_of_the_files(tmp_path):
     writer.finish(RunInfo("test", end="completed"))
 
 
-def test_opening_imports_neither_torch_nor_pandas(tmp_path):
+def test_reading_a_finished_file_imports_nothing_that_is_slow_to_import(tmp_path):
     path = write_run(tmp_path / "run.parquet", ROWS, modules=MODULES)
     code = f"""
         import sys
         from gradtrace import open_run
+        from gradtrace.analysis import catalog, summary, verdict
         with open_run({str(path)!r}) as run:
             run.execute("FROM steps").fetchall()
-        print([name for name in ("torch", "pandas", "rich", "gradtrace.capture") if name in sys.modules])
+            assert verdict.first_nan(run).found
+            summary.by_module(run), summary.by_step(run), catalog.describe(run)
+        slow = ("torch", "numpy", "pyarrow", "pandas", "rich", "gradtrace.capture")
+        print([name for name in slow if name in sys.modules])
     """
     out = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
     assert (out.stdout, out.stderr) == ("[]\n", "")

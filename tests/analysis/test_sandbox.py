@@ -11,8 +11,9 @@ from traces import write_run
 
 from gradtrace.analysis.run import Run, open_run
 from gradtrace.errors import QueryError
+from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.runinfo import RunInfo
-from gradtrace.trace.schema import Record, batch_of_records
+from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
 
 ROWS = [Record(step, step, "forward", "output", f"m{step % 2}", max=step / 2) for step in range(6)]

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from gradtrace_cli.main import main
 
+from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
-from gradtrace.trace.schema import batch_of_records
 from gradtrace.trace.writer import RunWriter
 from tests.analysis.rows import (
     ALL_NAN,

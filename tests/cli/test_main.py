@@ -13,9 +13,11 @@ import click
 import pytest
 from gradtrace_cli import main as main_module
 from gradtrace_cli.main import main
+from traces import write_run
 
 import gradtrace
 from gradtrace import errors
+from gradtrace.trace.schema import Record
 
 CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts"), "gradtrace"))
 HEAVY = ["torch", "duckdb", "pyarrow", "rich"]
@@ -234,6 +236,14 @@ def loaded_after(code, modules):
 )
 def test_nothing_heavy_is_loaded_before_it_is_needed(code, modules):
     assert loaded_after(code, modules) == "[]"
+
+
+@pytest.mark.parametrize("arguments", [["first-nan", "--json"], ["first-nan"], ["summary"]], ids=" ".join)
+def test_questions_to_a_finished_file_need_no_arrow(tmp_path, arguments):
+    row = Record(0, 0, "loss", "loss", numel=1, nan_count=1, posinf_count=0, neginf_count=0)
+    path = write_run(tmp_path / "run.parquet", [row])
+    code = f"from gradtrace_cli.main import main; assert main({[*arguments, str(path)]!r}) == 0"
+    assert loaded_after(code, ["torch", "numpy", "pyarrow", "pandas"]) == "[]"
 
 
 def processor_time(command):

@@ -11,8 +11,9 @@ from gradtrace_cli.sql import sql
 from traces import write_run
 
 from gradtrace.errors import NotARunError, QueryError, RunNotFoundError
+from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
-from gradtrace.trace.schema import COLUMNS, Record, batch_of_records
+from gradtrace.trace.schema import COLUMNS, Record
 from gradtrace.trace.writer import RunWriter
 
 ROWS = [Record(step, step, "forward", "output", f"m{step % 2}", max=step / 2) for step in range(150)]

@@ -12,8 +12,9 @@ from gradtrace_cli.summary import summary
 from traces import write_run
 
 from gradtrace.errors import RunNotFoundError
+from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
-from gradtrace.trace.schema import Record, batch_of_records
+from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
 
 LONG = "encoder." + "a_rather_long_name." * 8 + "linear"

@@ -16,11 +16,12 @@ import pytest
 
 from gradtrace.analysis.run import open_run
 from gradtrace.errors import CaptureError, RunExistsError
-from gradtrace.trace import parts as parts_module
+from gradtrace.trace import merging
 from gradtrace.trace import writer as writer_module
+from gradtrace.trace.arrow import ARROW_SCHEMA, batch_of_records
 from gradtrace.trace.journal import Journal, read_journal
 from gradtrace.trace.runinfo import METADATA_KEY, RunInfo
-from gradtrace.trace.schema import ARROW_SCHEMA, Record, batch_of_records
+from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
 
 COMPLETED = RunInfo("r", end="completed")
@@ -103,7 +104,7 @@ def test_the_finished_run_is_one_file_with_the_facts_in_its_metadata(tmp_path):
 
 
 def test_many_parts_are_merged_in_order_into_even_row_groups(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts_module, "ROWS_PER_GROUP", 8)
+    monkeypatch.setattr(merging, "ROWS_PER_GROUP", 8)
     writer = RunWriter(tmp_path / "run.parquet", RunInfo("r"), rows_per_part=5)
     write_steps(writer, range(21))
     writer.finish(COMPLETED)
@@ -170,7 +171,7 @@ KILLED = """
     import sys
     from test_writer import rows_of_step
     from gradtrace.trace.runinfo import RunInfo
-    from gradtrace.trace.schema import batch_of_records
+    from gradtrace.trace.arrow import batch_of_records
     from gradtrace.trace.writer import RunWriter
 
     writer = RunWriter(sys.argv[1], RunInfo("r"), rows_per_part=10)
@@ -303,7 +304,7 @@ def test_a_merge_that_fails_leaves_the_run_in_its_parts(tmp_path, monkeypatch):
 DIES_IN_MERGE = """
     import os, signal, sys
     from test_writer import write_steps
-    from gradtrace.trace import parts
+    from gradtrace.trace import merging
     from gradtrace.trace.runinfo import RunInfo
     from gradtrace.trace.writer import RunWriter
 
@@ -311,7 +312,7 @@ DIES_IN_MERGE = """
     def die(*_, **__):
         os.kill(os.getpid(), signal.SIGKILL)
     if where == "before the rename":
-        parts._reach_the_disk = die
+        merging._reach_the_disk = die
     else:
         import shutil
         def die_on_the_way(path, **_):

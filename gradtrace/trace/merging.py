@@ -1,0 +1,96 @@
+"""How the pieces of an unfinished run (``parts.py``) become Parquet: a journal one part, all pieces one file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from gradtrace.trace.arrow import ARROW_SCHEMA
+from gradtrace.trace.journal import read_journal
+from gradtrace.trace.parts import journal_file, part_of, pieces
+from gradtrace.trace.runinfo import METADATA_KEY, RunInfo
+from gradtrace.trace.schema import COLUMNS
+
+ROWS_PER_GROUP = 131_072
+"""Rows of a Parquet row group: small enough to skip, large enough to compress."""
+
+MERGED_FILE = "merged.parquet.tmp"
+
+_FLOATS = [column.name for column in COLUMNS if column.type == "double"]
+# Everything but the measured values and the row numbers repeats itself and is best kept as a dictionary.
+_PARQUET: dict[str, Any] = {
+    "compression": "zstd",
+    "use_dictionary": [column.name for column in COLUMNS if column.name not in [*_FLOATS, "seq"]],
+    "column_encoding": {"seq": "DELTA_BINARY_PACKED"} | dict.fromkeys(_FLOATS, "BYTE_STREAM_SPLIT"),
+}
+
+
+def encode(directory: Path, index: int) -> None:
+    """Turn journal ``index`` into a Parquet part."""
+    journal = journal_file(directory, index)
+    part = part_of(journal)
+    temporary = part.with_suffix(".tmp")
+    pq.write_table(read_journal(journal).unify_dictionaries(), temporary, row_group_size=ROWS_PER_GROUP, **_PARQUET)
+    temporary.replace(part)
+    journal.unlink()
+
+
+def merge(directory: Path, target: Path, info: RunInfo) -> None:
+    """Write all pieces of ``directory`` as one Parquet file and put it at ``target``.
+
+    The pieces stay as they are. Memory is bounded by one piece.
+
+    Raises:
+        ValueError: the rows are not in the order of ``seq``.
+        OSError: the file cannot be written; nothing is left of it.
+    """
+    merged = directory / MERGED_FILE
+    schema = ARROW_SCHEMA.with_metadata({METADATA_KEY: info.to_json()})
+    try:
+        with pq.ParquetWriter(merged, schema, **_PARQUET) as writer:
+            for table in _regrouped(_tables(pieces(directory))):
+                writer.write_table(table.unify_dictionaries(), ROWS_PER_GROUP)
+        _reach_the_disk(merged)  # before the pieces are removed
+        merged.replace(target)
+    except BaseException:
+        merged.unlink(missing_ok=True)
+        raise
+
+
+def _tables(files: Iterable[Path]) -> Iterator[pa.Table]:
+    for file in files:
+        if file.suffix == ".arrow":
+            yield read_journal(file)
+            continue
+        with pq.ParquetFile(file) as part:
+            for group in range(part.num_row_groups):
+                yield part.read_row_group(group).cast(ARROW_SCHEMA)
+
+
+def _regrouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
+    """Yield the same rows in tables of ``ROWS_PER_GROUP``, the last one shorter."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        waiting.append(table)
+        if sum(one.num_rows for one in waiting) < ROWS_PER_GROUP:
+            continue
+        joined = pa.concat_tables(waiting)
+        whole = joined.num_rows - joined.num_rows % ROWS_PER_GROUP
+        for start in range(0, whole, ROWS_PER_GROUP):
+            yield joined.slice(start, ROWS_PER_GROUP)
+        waiting = [joined.slice(whole)]
+    if any(table.num_rows for table in waiting):
+        yield pa.concat_tables(waiting)
+
+
+def _reach_the_disk(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
