@@ -124,7 +124,9 @@ class Watchman:
 
     def _first(self, bad: Sequence[Row]) -> Row:
         step = self._session.clock.step
-        fresh = (row for row in bad if _key(row) not in self._tolerated and not looks_like_mask(record_of(row, step, 0)))
+        fresh = (
+            row for row in bad if _key(row) not in self._tolerated and not looks_like_mask(record_of(row, step, 0))
+        )
         return next(fresh, bad[0])
 
     def _raise(self, alarm: Alarm, skipped: bool) -> None:
@@ -168,9 +170,7 @@ class Watchman:
         rows, micro = self._session.rows, self._session.clock.micro_step
         source = (birth.op, *birth.where)
         for tensor, path, measure, detail in birth.rows():
-            rows.append(
-                micro, "replay", birth.owner, birth.call, tensor, path, measure, detail=detail, source=source
-            )
+            rows.append(micro, "replay", birth.owner, birth.call, tensor, path, measure, detail=detail, source=source)
 
     def _event(self, name: str, words: str) -> None:
         self._session.rows.append(self._session.clock.micro_step, "event", None, None, name, "", None, words)

@@ -20,6 +20,7 @@ from gradtrace.capture.boundaries import Found
 from gradtrace.capture.calls import Frame
 from gradtrace.capture.graph import Edge, Entrance, GraphMap, Step, sequence_number
 from gradtrace.capture.names import ModuleEntry
+from gradtrace.capture.op_steps import OpSteps
 from gradtrace.capture.patching import Patch
 from gradtrace.capture.session import Session, quiet
 
@@ -312,11 +313,16 @@ class BackwardWatch:
         session: Session,
         on_begin: Callable[[Sequence[Any], bool], None],
         on_end: Callable[[bool, bool], None],
+        op_steps: OpSteps,
     ) -> None:
         """``on_begin`` gets what the pass starts from, and whether the pass makes a graph of its own.
 
-        ``on_end`` gets whether it accumulated gradients, and whether its graph can be used again.
+        ``on_end`` gets whether it accumulated gradients, and whether its graph can be used again. ``op_steps``
+        hears of passes inside of a pass, too.
         """
+        self._op_steps = op_steps
+        self._ops_begin = session.guarded(op_steps.backward_begins)
+        self._ops_end = session.guarded(op_steps.backward_ended)
         self._session = session
         self._on_begin = session.guarded(on_begin)
         self._on_end = session.guarded(on_end)
@@ -336,24 +342,28 @@ class BackwardWatch:
     def paused(self) -> Iterator[None]:
         """Let passes of this thread run unseen for a while."""
         before, self._thread.inside = self._thread.inside, True
+        self._op_steps.paused = True
         try:
             yield
         finally:
             self._thread.inside = before
+            self._op_steps.paused = False
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         thread = self._thread
 
         def _engine_run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-            if thread.inside or not self._session.active:
-                return original(outputs, *args, **kwargs)
             accumulating = bool(kwargs.get("accumulate_grad", False))
+            if not self._session.active:
+                return original(outputs, *args, **kwargs)
+            if thread.inside:
+                return self._run(original, outputs, args, kwargs, accumulating)
             keeps_graph, creates_graph = _graph_options(args, kwargs)
             self._begin(outputs, accumulating)
             self._on_begin(outputs, creates_graph)
             thread.inside = True
             try:
-                result = original(outputs, *args, **kwargs)
+                result = self._run(original, outputs, args, kwargs, accumulating)
             finally:
                 thread.inside = False
                 self._on_end(accumulating, keeps_graph)
@@ -362,6 +372,20 @@ class BackwardWatch:
             return result
 
         return _engine_run_backward
+
+    def _run(
+        self,
+        original: Callable[..., Any],
+        outputs: Sequence[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        accumulating: bool,
+    ) -> Any:
+        self._ops_begin(outputs)
+        try:
+            return original(outputs, *args, **kwargs)
+        finally:
+            self._ops_end(accumulating=accumulating)
 
     def _backward_starts(self, outputs: Sequence[Any], accumulating: bool) -> None:
         session = self._session

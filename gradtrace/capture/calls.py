@@ -223,6 +223,11 @@ class Calls:
         stack = self._thread.stack
         return (stack[-1].entry, stack[-1].call) if stack else None
 
+    def innermost_open(self) -> Frame | None:
+        """Return this thread's innermost open call."""
+        stack = self._thread.stack
+        return stack[-1] if stack else None
+
     def count_on(self, numbers: Mapping[ModuleEntry, int]) -> None:
         """Let the next forward call of each of these modules have the number given."""
         self._counted = self._session.clock.moment

@@ -104,7 +104,7 @@ def save(path: str | os.PathLike[str], capsule: Capsule, limit: int) -> int:
     }
     size = stored_bytes(document)
     if size > limit:
-        raise CapsuleError(f"the step takes {_in_words(size)}, more than the limit of {_in_words(limit)}")
+        raise CapsuleError(f"the step takes {size_in_words(size)}, more than the limit of {size_in_words(limit)}")
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
@@ -167,7 +167,8 @@ def _unreadable(path: str | os.PathLike[str], error: Exception) -> str:
     )
 
 
-def _in_words(size: int) -> str:
+def size_in_words(size: int) -> str:
+    """Return a number of bytes as people read it."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
         if size >= unit:
             return f"{size / unit:.3g} {name}"

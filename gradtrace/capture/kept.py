@@ -135,7 +135,7 @@ class Keeper:
                 self._copies_of_buffers(modules),
                 module.__dict__.get("forward"),
                 callers(),
-                DistributedDataParallel._get_active_ddp_module(),
+                _active_reducer(),
             )
         self.calls.append(kept)
         return kept
@@ -178,6 +178,11 @@ class Keeper:
         return known[1]
 
 
+def _active_reducer() -> DistributedDataParallel | None:
+    found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return found
+
+
 def _alias(value: Any) -> Any:
     """Return a tensor without its history; it shares values and version with the original."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
@@ -193,7 +198,7 @@ def _versions(modules: Iterable[nn.Module], found: Iterable[tuple[str, Tensor]])
 
 def _autocast_state() -> Iterable[Autocast]:
     for device in _DEVICES_OF_AUTOCAST:
-        if device == "cpu" or torch.cuda.is_initialized():
+        if device == "cpu" or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             yield device, torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
 
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from gradtrace.capture.births import Birth
 from gradtrace.capture.boundaries import Found
 from gradtrace.capture.calls import Frame, Gradients
 from gradtrace.capture.graph import Edge, edge_of, sequence_number

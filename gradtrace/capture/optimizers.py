@@ -35,9 +35,9 @@ class OptimizerWatch:
         on_scale: Callable[[int, Tensor], None],
         on_scaled: Callable[[], None],
     ) -> None:
-        """``before`` gets the optimizer and whether its step was skipped; ``after`` also whether a backward was running.
+        """``before`` gets the optimizer and whether its step was skipped, ``after`` also whether a backward ran.
 
-        It is not called for a step that is part of another optimizer's. ``on_scale`` gets the number of a
+        The latter is not called for a step that is part of another optimizer's. ``on_scale`` gets the number of a
         scaler and its scale. ``on_scaled`` is called when a loss is scaled.
         """
         self._before = session.guarded(before)

@@ -59,7 +59,7 @@ class StepRecords:
 
     def loss(self) -> Part | None:
         """Return whether the loss was finite, None where none was seen."""
-        if not any(record.phase == "loss" for record in self._records):
+        if not any(record.phase == "loss" and record.op is None for record in self._records):
             return None
         return _part(self._first(lambda r: r.phase == "loss"))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ from gradtrace.capture.recheck_parts import Anomaly, StepRecords, in_short
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.session import cannot_observe
 from gradtrace.capture.tracer import Tracer
-from gradtrace.errors import CapsuleError
+from gradtrace.errors import CapsuleError, GradtraceWarning
 
 _MOST_BATCHES = 3
 """So many batches are waited for: the captured call in the first ones, its backward in those after it."""
@@ -44,7 +45,7 @@ class CheckedStep:
         self._answer = answer
         self._capsule = capsule = load(path)
         self._models = Models(capsule)
-        self._tracer = Tracer(path=answer.path.with_name("step.parquet"))
+        self._tracer = Tracer(path=answer.path.with_name("step.parquet"), replays=0, loss_lines=False, capsule_limit=0)
         self._anomaly = AnomalyWatch(answer.guarded(self._finish))
         self._batches: CapturedBatch | None = None
         if capsule.loader is not None:
@@ -57,6 +58,7 @@ class CheckedStep:
 
     def watch(self) -> None:
         """Wait for the call from now on."""
+        warnings.simplefilter("ignore", GradtraceWarning)  # what the tracer would say is the answer
         interception.add(self)
         if self._batches is not None:
             self._batches.install(self._answer.guarded)

@@ -25,10 +25,10 @@ from gradtrace.capture.calls import Calls, Frame
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.comparison import Seen, any_difference, first_difference
 from gradtrace.capture.graph import sequence_number
+from gradtrace.capture.guards import Guard, Memory, Refused
 from gradtrace.capture.kept import Kept, callers, lines_of
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.nodes import AnomalySays, BackwardNodes, anomaly_says
-from gradtrace.capture.guards import Guard, Memory, Refused
 from gradtrace.capture.operators import ForwardOps
 from gradtrace.capture.rows import Row, RowBuffer
 from gradtrace.capture.schedule import Schedule
@@ -223,9 +223,7 @@ def _call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
     return module(*args, **kwargs)
 
 
-def _under_anomaly_detection(
-    heads: list[Tensor], inputs: list[Tensor], gradients: list[Tensor]
-) -> AnomalySays | None:
+def _under_anomaly_detection(heads: list[Tensor], inputs: list[Tensor], gradients: list[Tensor]) -> AnomalySays | None:
     torch._C.set_anomaly_enabled(True, True)
     try:
         torch.autograd.grad(heads, inputs, gradients, allow_unused=True)
@@ -241,14 +239,17 @@ def _under_anomaly_detection(
 
 @contextlib.contextmanager
 def _as_it_was(kept: Kept) -> Iterator[None]:
-    """Autocast as it was; stacks are noted at every node; reentrant checkpointing, which refuses autograd.grad, is off."""
+    """Set autocast as it was, note a stack at every node, and call reentrantly checkpointed functions plainly.
+
+    That kind of checkpointing refuses ``autograd.grad``.
+    """
     with contextlib.ExitStack() as stack:
         for device, enabled, dtype in kept.autocast:
             stack.enter_context(torch.autocast(device, dtype, enabled, cache_enabled=False))
         stack.enter_context(torch.enable_grad())
         torch._C.set_anomaly_enabled(True, False)
         stack.callback(torch._C.set_anomaly_enabled, False, False)
-        CheckpointFunction.apply = staticmethod(_plain_call)
+        CheckpointFunction.apply = staticmethod(_plain_call)  # type: ignore[method-assign]
         stack.callback(delattr, CheckpointFunction, "apply")
         yield
 

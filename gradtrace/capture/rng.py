@@ -24,7 +24,7 @@ class Rng:
     def now(cls) -> Rng:
         """Take the present state; initialises no device and imports nothing."""
         numpy = sys.modules.get("numpy")
-        in_use = torch.cuda.is_initialized()
+        in_use: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         return cls(
             torch.get_rng_state(),
             tuple(torch.cuda.get_rng_state_all()) if in_use else (),

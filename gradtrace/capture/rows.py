@@ -27,8 +27,8 @@ class Named(Protocol):
     def name(self) -> str | None: ...
 
 
-Source = tuple[str, str | None, int | None]
-"""Of an operation's row: its name, and file and line in the user's code."""
+Source = tuple[Any, str | None, int | None]
+"""Of an operation's row: its name, which is asked for when the step ends, and file and line in the user's code."""
 
 
 class Row(NamedTuple):
@@ -72,6 +72,7 @@ class RowBuffer:
         self._seq = itertools.count()
         self._lock = threading.RLock()
         self._rows: list[tuple[Any, ...]] = []
+        self._taken = 0
         self._arrays: dict[str, tuple[list[Any], pa.Array[Any]]] = {}
         self._text_of: dict[Any, str | None] = {None: None}
 
@@ -128,7 +129,9 @@ class RowBuffer:
 
     def batch(self, rows: list[Row], step: int, time: datetime) -> pa.RecordBatch:
         """Return the rows as one Arrow batch of step ``step``, which ended at ``time``."""
-        seq, micro_step, phase, owners, call, tensor, path, measures, detail, _, sources = map(list, zip(*rows, strict=True))
+        seq, micro_step, phase, owners, call, tensor, path, measures, detail, _, sources = map(
+            list, zip(*rows, strict=True)
+        )
         measures = [_NOTHING if measure is None else measure for measure in measures]
         same = len(rows)
         sources = [source or (None, None, None) for source in sources]
@@ -153,7 +156,7 @@ class RowBuffer:
             min=[m.min for m in measures],
             max=[m.max for m in measures],
             norm=[m.norm for m in measures],
-            op=[op for op, _, _ in sources],
+            op=[None if op is None else str(op) for op, _, _ in sources],
             file=[file for _, file, _ in sources],
             line=[line for _, _, line in sources],
             detail=detail,

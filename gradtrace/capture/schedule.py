@@ -11,7 +11,8 @@ from gradtrace.errors import CaptureError
 class Schedule:
     """Every ``every``-th step of those from ``first`` up to, not including, ``end``.
 
-    The step at ``first`` is always captured, so that a short run is never empty. None leaves an end open.
+    The step at ``first`` is always captured, so that a short run is never empty. None leaves an end open. ``also``
+    holds steps that are captured besides.
 
     Raises:
         CaptureError: ``every`` is below 1, or no step lies between ``first`` and ``end``.
@@ -20,6 +21,7 @@ class Schedule:
     every: int = 1
     first: int | None = None
     end: int | None = None
+    also: range = range(0)
 
     def __post_init__(self) -> None:
         if self.every < 1:
@@ -30,6 +32,8 @@ class Schedule:
     def captures(self, step: int) -> bool:
         """Whether ``step`` is to be captured."""
         first = self.first or 0
+        if step in self.also:
+            return True
         if step < first or (self.end is not None and step >= self.end):
             return False
         return (step - first) % self.every == 0

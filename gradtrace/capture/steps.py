@@ -36,13 +36,16 @@ class Steps:
         never_fired: Callable[[], int],
         forget_step: Callable[[], None],
         passes: Passes,
+        on_step: Callable[[int], None],
     ) -> None:
+        """``on_step`` is told of each step that begins."""
         self.log: StepLog | None = None
         self._session = session
         self._parameters = parameters
         self._never_fired = never_fired
         self._forget_step = forget_step
         self._passes = passes
+        self._on_step = on_step
         self._dirty = False
         self._may_wait = True
         self._lock = threading.RLock()
@@ -185,6 +188,7 @@ class Steps:
     def _next(self, number: int | None = None) -> None:
         self._session.clock.next_step(number)
         self._forget()
+        self._on_step(self._session.clock.step)
 
     def _forget(self) -> None:
         session = self._session

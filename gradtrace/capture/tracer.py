@@ -36,6 +36,7 @@ from gradtrace.capture.log import StepLog
 from gradtrace.capture.loss_lines import LossLines
 from gradtrace.capture.loss_watch import LossWatch
 from gradtrace.capture.names import Names, unwrapped
+from gradtrace.capture.op_steps import OpRow, OpSteps
 from gradtrace.capture.optimizers import OptimizerWatch
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.passes import Passes
@@ -79,6 +80,8 @@ class Tracer:
         replays: how many failing passes are run again at most, to name the operation; 0 for none.
         on_nonfinite: ``stop`` raises NonFiniteError before bad gradients reach the weights.
         loss_lines: note source lines in the loss code, which costs much only where the loss is very long.
+        op_steps: record every operation of these steps, from the first up to, not including, the second.
+        capsule_limit: save no capsule of the first failing step that takes more bytes; 0 for none at all.
         existing: what to do with an older run at ``path``.
         command: the command line that the file is to show.
         _on_device: measure tensors of every device as those of an accelerator; for tests.
@@ -102,6 +105,8 @@ class Tracer:
         replays: int = 3,
         on_nonfinite: OnNonFinite = "continue",
         loss_lines: bool = True,
+        op_steps: tuple[int | None, int | None] | None = None,
+        capsule_limit: int = 2**30,
         existing: Literal["refuse", "overwrite", "move_aside"] = "refuse",
         command: Sequence[str] = (),
         _on_device: bool | None = None,
@@ -112,7 +117,8 @@ class Tracer:
             raise CaptureError(f"no such on_nonfinite: {on_nonfinite!r}; it is 'continue' or 'stop'")
         if replays < 0:
             raise CaptureError(f"replays cannot be {replays}; 0 switches them off")
-        schedule = Schedule(every, *(steps or (None, None)))
+        self._op_range = _range_of(op_steps)
+        schedule = Schedule(every, *(steps or (None, None)), also=self._op_range)
         self._launch = Launch.of_environment()
         self._path = Path(path)
         self._existing: Literal["refuse", "overwrite", "move_aside"] = existing
@@ -134,6 +140,8 @@ class Tracer:
                 "replays": replays,
                 "on_nonfinite": on_nonfinite,
                 "loss_lines": loss_lines,
+                "op_steps": list(op_steps) if op_steps else None,
+                "capsule_limit": capsule_limit,
             },
         )
         self._models = _named(models)
@@ -156,7 +164,9 @@ class Tracer:
             discover=not self._models,
             keeper=keeper if self._hooks is None and self.info.config["replays"] else None,
         )
-        self._backward = BackwardWatch(session, self._backward_begins, self._backward_ended)
+        wanted = self._op_range
+        self._op_steps = OpSteps(session, wanted.start, wanted.stop, self._calls.innermost_open, self._add_operation)
+        self._backward = BackwardWatch(session, self._backward_begins, self._backward_ended, self._op_steps)
         watchman = Watchman(
             session,
             keeper,
@@ -168,7 +178,9 @@ class Tracer:
             verdict_command=lambda: f"gradtrace first-nan {self.path}",
         )
         passes = Passes(keeper, watchman, self._loss)
-        steps = self._steps = Steps(session, self._parameters, self._graph.never_fired, forget, passes)
+        steps = self._steps = Steps(
+            session, self._parameters, self._graph.never_fired, forget, passes, self._step_begins
+        )
         self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
         self._optimizers = OptimizerWatch(
             session, steps.optimizer_begins, steps.optimizer_stepped, steps.loss_scale, steps.loss_scaled
@@ -202,6 +214,7 @@ class Tracer:
             self._lines.install()
         self._optimizers.install()
         self._eager.install()
+        self._session.guarded(self._step_begins)(self._session.clock.step)
         return self
 
     def stop(self, end: str = "completed") -> RunInfo:
@@ -251,6 +264,7 @@ class Tracer:
             undo.callback(self._calls.drop)
             undo.callback(self._keeper.drop)
             undo.callback(self._loss.step_ended)
+            undo.callback(self._op_steps.step_ends)
             if self._lines is not None:
                 undo.callback(self._lines.remove)
             undo.callback(self._eager.remove)
@@ -259,6 +273,15 @@ class Tracer:
             undo.callback(interception.remove, self._observer)
             if self._hooks is not None:
                 undo.callback(self._hooks.remove)
+
+    def _step_begins(self, step: int) -> None:
+        self._op_steps.step_begins(step)
+
+    def _add_operation(self, row: OpRow) -> None:
+        source = (row.op, row.file, row.line)
+        self._session.rows.append(
+            row.micro_step, row.phase, row.owner, row.call, row.tensor, row.path, row.measure, source=source
+        )
 
     def _backward_begins(self, outputs: Sequence[Any], creates_graph: bool) -> None:
         if self._session.capturing:
@@ -308,6 +331,8 @@ def trace(
     replays: int = 3,
     on_nonfinite: OnNonFinite = "continue",
     loss_lines: bool = True,
+    op_steps: tuple[int | None, int | None] | None = None,
+    capsule_limit: int = 2**30,
     overwrite: bool = False,
 ) -> Tracer:
     """Return a tracer to be used in a ``with`` statement; see ``Tracer`` for the arguments.
@@ -333,9 +358,21 @@ def trace(
         replays=replays,
         on_nonfinite=on_nonfinite,
         loss_lines=loss_lines,
+        op_steps=op_steps,
+        capsule_limit=capsule_limit,
         existing="overwrite" if overwrite else "refuse",
         command=list(sys.argv),
     )
+
+
+def _range_of(steps: tuple[int | None, int | None] | None) -> range:
+    """Return steps A up to, not including, B; without an end they never end."""
+    if steps is None:
+        return range(0)
+    first, end = steps
+    if end is not None and end <= (first or 0):
+        raise CaptureError(f"no step lies in {first or 0}:{end}; A:B is A up to, not including, B")
+    return range(first or 0, sys.maxsize if end is None else end)
 
 
 def _named(models: Models) -> dict[str, nn.Module]:

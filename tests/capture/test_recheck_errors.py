@@ -92,7 +92,8 @@ def test_a_script_that_fails_after_the_call_is_not_finite_nor_mended(
     capsule = a_capsule(tmp_path)
     script = a_script(tmp_path, TRAINING.replace("    model.zero_grad()", "    loss.nonsense"))
     assert error(capsule, script) == (
-        f"{script} failed (AttributeError, traceback above) after the captured call began, before its backward() was through"
+        f"{script} failed (AttributeError, traceback above) "
+        "after the captured call began, before its backward() was through"
     )
     assert "nonsense" in capfd.readouterr().err
 

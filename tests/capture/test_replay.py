@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import gradtrace
-from gradtrace.errors import GradtraceWarning
 from gradtrace.trace.confirmation import Confirmation, OpDetail
 
 pytestmark = pytest.mark.filterwarnings("ignore::gradtrace.errors.GradtraceWarning")

@@ -97,6 +97,11 @@ def test_the_file_says_what_was_recorded(tmp_path: Path) -> None:
         "first_step": 10,
         "include": [],
         "exclude": ["1"],
+        "replays": 3,
+        "on_nonfinite": "continue",
+        "loss_lines": True,
+        "op_steps": None,
+        "capsule_limit": 2**30,
     }
     assert info.started < str(info.finished)
     assert (info.rank, info.world_size, info.incidents) == (0, 1, 0)
