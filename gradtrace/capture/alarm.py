@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gradtrace.capture.births import Birth
+from gradtrace.capture.capsule_watch import CapsuleWatch
 from gradtrace.capture.kept import Keeper
 from gradtrace.capture.loss_forward import LossFinding
 from gradtrace.capture.replay import Outcome, Replayer
@@ -57,17 +58,24 @@ class Watchman:
         keeper: Keeper,
         replayer: Replayer,
         loss: Callable[[], LossFinding],
+        capsule: CapsuleWatch | None,
+        notes: list[str],
         *,
         replays: int,
         on_nonfinite: OnNonFinite,
         may_stop: Callable[[], bool],
         verdict_command: Callable[[], str],
     ) -> None:
-        """``may_stop`` says whether stopping now is safe: with several ranks all must see the same."""
+        """``notes`` are those of the run.
+
+        ``may_stop`` says whether stopping now is safe: with several ranks all must see the same.
+        """
         self._session = session
         self._keeper = keeper
         self._replayer = replayer
         self._loss = loss
+        self._capsule = capsule
+        self._notes = notes
         self._replays = replays
         self._on_nonfinite = on_nonfinite
         self._may_stop = may_stop
@@ -133,11 +141,18 @@ class Watchman:
         if not self._lasting:
             self._event("incident", alarm.text)
             warn(alarm.text)
+            self._save(alarm)
         self._confirm(alarm, is_fatal="grad" in alarm.reached and not skipped)
         if self._on_nonfinite == "stop" and self._may_stop():
             command = self._verdict_command()
             self._event("stop", "stopped before the optimizer's step, as asked")
             raise NonFiniteError(f"{alarm.text}; for the verdict: {command}", alarm.step)
+
+    def _save(self, alarm: Alarm) -> None:
+        if self._capsule is not None:
+            rows = self._session.rows.between(self._step_from)
+            said = self._capsule.incident(self._keeper.calls, alarm.first, rows)
+            self._notes += [] if said is None else [said]
 
     def _confirm(self, alarm: Alarm, *, is_fatal: bool) -> None:
         outcome = self._replay(alarm, is_fatal=is_fatal)

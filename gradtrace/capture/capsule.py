@@ -86,6 +86,16 @@ def capsule_path(run_path: str | os.PathLike[str], rank: int = 0, world_size: in
     return path.with_name(f"{path.name.removesuffix('.parquet')}.capsule.pt")
 
 
+def clear_the_way(run_path: Path, moved_to: Path | None) -> None:
+    """Take the capsule of an older run along to where that run was moved, or away if it was overwritten."""
+    older = capsule_path(run_path)
+    if older.is_file():
+        if moved_to is None:
+            older.unlink()
+        else:
+            older.replace(capsule_path(moved_to))
+
+
 def save(path: str | os.PathLike[str], capsule: Capsule, limit: int) -> int:
     """Write a capsule, for its owner's eyes only, and return the file's size in bytes.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -101,8 +101,9 @@ class Kept:
 class Keeper:
     """Keeps the root calls of the pass in flight; ``drop`` lets them go."""
 
-    def __init__(self) -> None:
+    def __init__(self, on_kept: Callable[[Kept], None] = lambda kept: None) -> None:
         self.calls: list[Kept] = []
+        self._on_kept = on_kept
         self.dropped = 0
         self._modules: weakref.WeakKeyDictionary[Root, tuple[int, list[weakref.ref[nn.Module]]]]
         self._modules = weakref.WeakKeyDictionary()
@@ -138,6 +139,7 @@ class Keeper:
                 _active_reducer(),
             )
         self.calls.append(kept)
+        self._on_kept(kept)
         return kept
 
     def forget(self, kept: Kept) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradtrace.capture.alarm import Watchman
+from gradtrace.capture.capsule_watch import CapsuleWatch
 from gradtrace.capture.kept import Keeper
 from gradtrace.capture.loss_watch import LossWatch
 
@@ -15,9 +16,10 @@ from gradtrace.capture.loss_watch import LossWatch
 class Passes:
     """Hears of calls, backward passes and optimizer steps, and has the watchman look in time."""
 
-    def __init__(self, keeper: Keeper, watchman: Watchman, loss: LossWatch) -> None:
+    def __init__(self, keeper: Keeper, watchman: Watchman, loss: LossWatch, capsule: CapsuleWatch | None) -> None:
         self._keeper = keeper
         self._loss = loss
+        self._capsule = capsule
         self._watchman = watchman
         self._is_scaled = False
 
@@ -50,13 +52,18 @@ class Passes:
         self._is_scaled = False
         self._look()
         self._watchman.step_ended()
-        self._loss.step_ended()
+        self._forget()
 
     def part_ends(self) -> None:
         """Rows that belong to the step before are about to be written."""
         self._look()
         self._watchman.part_ended()
+        self._forget()
+
+    def _forget(self) -> None:
         self._loss.step_ended()
+        if self._capsule is not None:
+            self._capsule.step_ended()
 
     def _look(self, *, skipped: bool = False) -> None:
         try:

@@ -26,6 +26,8 @@ from gradtrace.capture.agreement import all_ranks_see
 from gradtrace.capture.alarm import OnNonFinite, Watchman
 from gradtrace.capture.backward import BackwardWatch, GraphGradients
 from gradtrace.capture.calls import Calls
+from gradtrace.capture.capsule import capsule_path, clear_the_way
+from gradtrace.capture.capsule_watch import CapsuleWatch
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.compiled import NOTE, EagerWhileRecording
 from gradtrace.capture.discovery import Discovery
@@ -154,15 +156,19 @@ class Tracer:
         self._hooks = ModuleHooks(session) if engine == "hooks" else None
         self._parameters = ParameterWatch(session)
         forget = self._hooks.forget_calls if self._hooks is not None else lambda: None
-        keeper = self._keeper = Keeper()
-        self._lines = LossLines() if self.info.config["loss_lines"] else None
+        config = self.info.config
+        limit = config["capsule_limit"]
+        self._capsule = CapsuleWatch(session, self._capsule_path, limit) if limit else None
+        keeper = self._keeper = Keeper(self._capsule.call_begins if self._capsule is not None else lambda kept: None)
+        keeps = self._hooks is None and (config["replays"] or limit)
+        self._lines = LossLines() if config["loss_lines"] else None
         self._loss = LossWatch(session, self._graph if self._hooks is None else NoGradients(), self._lines)
         self._calls = Calls(
             session,
             self._loss,
             lambda *call: self._steps.outermost_call(*call),
             discover=not self._models,
-            keeper=keeper if self._hooks is None and self.info.config["replays"] else None,
+            keeper=keeper if keeps else None,
         )
         wanted = self._op_range
         self._op_steps = OpSteps(session, wanted.start, wanted.stop, self._calls.innermost_open, self._add_operation)
@@ -172,12 +178,14 @@ class Tracer:
             keeper,
             Replayer(session, self._calls, self._backward),
             self._loss.finding,
-            replays=self.info.config["replays"],
-            on_nonfinite=self.info.config["on_nonfinite"],
+            self._capsule,
+            self.info.notes,
+            replays=config["replays"],
+            on_nonfinite=config["on_nonfinite"],
             may_stop=lambda: all_ranks_see(keeper.calls, session.is_finite),
             verdict_command=lambda: f"gradtrace first-nan {self.path}",
         )
-        passes = Passes(keeper, watchman, self._loss)
+        passes = Passes(keeper, watchman, self._loss, self._capsule)
         steps = self._steps = Steps(
             session, self._parameters, self._graph.never_fired, forget, passes, self._step_begins
         )
@@ -202,6 +210,8 @@ class Tracer:
             names.add_root(unwrapped(model), label)
         self.info.started = _now().isoformat()
         writer = RunWriter(self._path, self.info, existing=self._existing)
+        if self.info.world_size == 1:
+            self._session.guarded(clear_the_way)(self._path, writer.moved_to)
         self._log = self._steps.log = StepLog(self._session, writer, self.info)
         self._process = os.getpid()
         if self._models and self._hooks is not None:
@@ -209,6 +219,8 @@ class Tracer:
                 self._hooks.register(root, self._calls)
         else:
             interception.add(self._observer)
+        if self._capsule is not None:
+            self._capsule.batches.install()
         self._backward.install()
         if self._lines is not None:
             self._lines.install()
@@ -264,6 +276,8 @@ class Tracer:
             undo.callback(self._calls.drop)
             undo.callback(self._keeper.drop)
             undo.callback(self._loss.step_ended)
+            if self._capsule is not None:
+                undo.callback(self._capsule.batches.remove)
             undo.callback(self._op_steps.step_ends)
             if self._lines is not None:
                 undo.callback(self._lines.remove)
@@ -273,6 +287,9 @@ class Tracer:
             undo.callback(interception.remove, self._observer)
             if self._hooks is not None:
                 undo.callback(self._hooks.remove)
+
+    def _capsule_path(self) -> Path:
+        return capsule_path(self._path, self.info.rank, self.info.world_size, self.info.attempt)
 
     def _step_begins(self, step: int) -> None:
         self._op_steps.step_begins(step)

@@ -27,8 +27,9 @@ class Found(Exception):
 def watch(script: Path) -> Answer:
     """Run the script with its models traced and return the tool's first finding."""
     traces: list[Any] = []
-    _trace_calls(traces)
-    _record_backward(traces)
+    busy = [False]  # in a traced call, or in a backward pass: checkpointing calls modules there once more
+    _trace_calls(traces, busy)
+    _record_backward(traces, busy)
     error = execute(script)
     if isinstance(error, Found):
         answer: Answer = error.args[0]
@@ -38,35 +39,38 @@ def watch(script: Path) -> Answer:
     return QUIET
 
 
-def _trace_calls(traces: list[Any]) -> None:
-    plain, depth = nn.Module.__call__, [0]
+def _trace_calls(traces: list[Any], busy: list[bool]) -> None:
+    plain = nn.Module.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if depth[0] or not torch.is_grad_enabled() or not any(True for _ in self.parameters()):
+        if busy[0] or not torch.is_grad_enabled() or not any(True for _ in self.parameters()):
             return plain(self, *args, **kwargs)
-        depth[0], returned = 1, []
+        busy[0], returned = True, []
         wrapped = getattr(self, "module", self)  # the tool unwraps DDP and DataParallel
         handle = wrapped.register_forward_hook(lambda module, inputs, output: returned.append(output))
         try:
             traces.append(torchlens.trace(self, args, kwargs, capture=CAPTURE))
         finally:
             handle.remove()
-            depth[0] = 0
+            busy[0] = False
         _ask_forward(traces[-1])
         return returned[-1]
 
     nn.Module.__call__ = call  # type: ignore[method-assign]
 
 
-def _record_backward(traces: list[Any]) -> None:
+def _record_backward(traces: list[Any], busy: list[bool]) -> None:
     plain = torch.Tensor.backward
 
     def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        asked, traces[:] = list(traces), []
-        with contextlib.ExitStack() as stack:
-            for trace in asked:
-                stack.enter_context(trace.recording_backward())
-            plain(self, *args, **kwargs)
+        asked, traces[:], busy[0] = list(traces), [], True
+        try:
+            with contextlib.ExitStack() as stack:
+                for trace in asked:
+                    stack.enter_context(trace.recording_backward())
+                plain(self, *args, **kwargs)
+        finally:
+            busy[0] = False
         for trace in asked:
             _ask_backward(trace)
 
@@ -81,7 +85,9 @@ def _ask_forward(trace: Any) -> None:
 
 
 def _ask_backward(trace: Any) -> None:
-    birth = torchlens.debug.bisect_nan_backward(trace).birth
+    """Ask about the last backward pass through the traced call; there is none where the loss did not need it."""
+    passes = len(trace.backward_passes)
+    birth = torchlens.debug.bisect_nan_backward(trace, bwd=passes).birth if passes else None
     if birth is not None:
         raise Found(_answer("backward", birth.module, birth.grad_fn_class, birth.source_line))
 

@@ -16,7 +16,7 @@ from msprobe.overflow_check.analyzer import OverFlowCheck
 from msprobe.pytorch import PrecisionDebugger
 from torch import nn
 
-from benchmarks.zoo.peers.watching import QUIET, Answer, before_outermost_call, execute, iteration
+from benchmarks.zoo.peers.watching import QUIET, Answer, before_outermost_call, execute, iteration, own_models
 
 CONFIG = {
     "task": "statistics",
@@ -29,6 +29,8 @@ NODES = {
     "linear": ["AddmmBackward0", "MmBackward0"],
     "matmul": ["MmBackward0", "BmmBackward0"],
     "pow": ["PowBackward0", "PowBackward1"],
+    "svd": ["LinalgSvdBackward0"],
+    "truediv": ["DivBackward0"],
 }
 
 
@@ -42,30 +44,31 @@ def watch(script: Path) -> Answer:
         for number, step in enumerate(dumps.iterations):
             node = _first_anomaly(Path(folder, "dump", f"step{number}"), Path(folder, f"out{number}"))
             if node is not None:
-                return _answer(node, step, script)
+                return _answer(node, step, script, dumps.several)
     if error is not None:
         return QUIET | {"note": f"the script ended with {type(error).__name__}: {error}".splitlines()[0]}
     return QUIET
 
 
 class _Dumps:
-    """One dump an iteration of the script's loop, of the models known by then."""
+    """One dump an iteration of the script's loop, of all its models."""
 
     def __init__(self, folder: Path) -> None:
         config = folder / "config.json"
         config.write_text(json.dumps(CONFIG | {"dump_path": str(folder / "dump")}))
         self._debugger = PrecisionDebugger(config_path=str(config))
-        self._model: nn.Module | None = None
         self.iterations: list[int | None] = []
+        self.several = False
 
     def note(self, model: nn.Module) -> None:
         """Begin the dump of an iteration at its first call."""
-        self._model = self._model or model
         if self.iterations and self.iterations[-1] == iteration():
             return
         self.close()
         self.iterations.append(iteration())
-        self._debugger.start(model=self._model)
+        models = own_models()
+        self.several = len(models) > 1
+        self._debugger.start(model=models if self.several else model)
 
     def close(self) -> None:
         """End the dump that is open."""
@@ -82,19 +85,24 @@ def _first_anomaly(dump: Path, out: Path) -> dict[str, Any] | None:
     return None
 
 
-def _answer(node: dict[str, Any], step: int | None, script: Path) -> Answer:
-    """Turn ``Tensor.sqrt.0.backward`` under ``Module.s.Distance.backward.0`` into this project's words."""
+def _answer(node: dict[str, Any], step: int | None, script: Path, several: bool) -> Answer:
+    """Turn ``Tensor.sqrt.0.backward`` under ``Module.s.Distance.backward.0`` into this project's words.
+
+    The tool does not name roots: an op under no module is a root's own or outside of all, and either reading counts.
+    With ``several`` models a module's name begins with the model's number.
+    """
     name: str = node["op_name"]
     enclosing = [part for part in (*node["construct_info"], name) if part.startswith("Module.")]
-    module = ".".join(enclosing[-1].split(".")[1:-3]) if enclosing else None
-    phase = "backward" if "backward" in name else "forward" if module is not None else "loss"
-    api = "" if name.startswith("Module.") else name.split(".")[1]
+    module = ".".join(enclosing[-1].split(".")[2 if several else 1 : -3]) if enclosing else None
+    backward = "backward" in name
+    api = "" if name.startswith("Module.") else name.split(".")[1].strip("_")
     line = re.search(rf"{re.escape(script.name)}, line (\d+)", str(node["stack_info"]))
-    return {
+    answer: Answer = {
         "found": True,
         "iteration": step,
-        "phase": phase,
+        "phase": "backward" if backward else "forward" if enclosing else "loss",
         "module": module,
         "op": NODES.get(api, [f"{api.title().replace('_', '')}Backward0"]) if api else None,
         "location": {"file": str(script), "line": int(line[1])} if line else None,
     }
+    return answer if enclosing else answer | {"or": {"phase": "backward" if backward else "forward", "module": ""}}

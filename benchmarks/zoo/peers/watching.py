@@ -35,6 +35,12 @@ def iteration() -> int | None:
     return step if isinstance(step, int) else None
 
 
+def own_models() -> list[nn.Module]:
+    """Return the script's models, in the order in which it made them: its global modules that have parameters."""
+    found = [value for value in vars(sys.modules["__main__"]).values() if isinstance(value, nn.Module)]
+    return [model for model in dict.fromkeys(found) if any(True for _ in model.parameters())]
+
+
 def before_outermost_call(note: Callable[[nn.Module], None]) -> None:
     """Call ``note`` with the module before every outermost call of one that has parameters."""
     plain, depth = nn.Module.__call__, [0]
