@@ -62,8 +62,8 @@ def _anomaly(explanation: Explanation) -> str | None:
     """Say what anomaly detection stops at; of a step that was not replayed it says nothing."""
     birth, op = explanation.birth, explanation.confirmation.anomaly_op
     if op is None:
-        if birth is None or explanation.confirmation.status == "not_replayed":
-            return None
+        if birth is None or explanation.confirmation.status == "not_replayed" or birth.row.module is None:
+            return None  # of code outside any module, which no replay runs, nobody has asked it
         return "anomaly detection sees nothing: it looks for nan only, in backward only"
     if birth is None:
         return f"anomaly detection stops at {op} (nan)"

@@ -190,6 +190,20 @@ def test_a_wrong_verdict_is_shown_with_what_was_said() -> None:
     assert row.split() == ["900_made_up", "WRONG", "ok", "ok", "ok", "ok", "-", "step", "4,", "forward"]
 
 
+def test_a_peer_that_does_not_name_roots_has_the_reading_that_fits() -> None:
+    case = _case(module="")
+    said = _answer(module=None, phase="loss", iteration=3)
+    other = said | {"or": {"phase": "forward", "module": ""}}
+    marks = {
+        name: compare.judged({"probe": {case.id: answer}}, [case])["probe"][0]["marks"]
+        for name, answer in (("plain", said), ("either", other))
+    }
+    assert (marks["plain"]["phase"], marks["plain"]["module"]) == (False, False)
+    assert (marks["either"]["phase"], marks["either"]["module"]) == (True, True)
+    outside = _case(module=None, phase="loss")
+    assert compare.judged({"probe": {case.id: other}}, [outside])["probe"][0]["marks"]["module"] is True
+
+
 def test_a_peer_is_scored_for_what_it_reports_and_a_crash_is_neither_right_nor_quiet() -> None:
     answers = [
         {"id": "1", "group": "own", "found": True, "marks": {"step": True, "module": False}},
@@ -203,4 +217,4 @@ def test_a_peer_is_scored_for_what_it_reports_and_a_crash_is_neither_right_nor_q
     row = next(line for line in page.splitlines() if "DebugUnderflowOverflow | own" in line)
     cells = [cell.strip() for cell in row.strip("|").split("|")]
     assert cells[2:] == ["1 of 2", "", "0 of 2", "", "", "", "1 of 2", "1", "1"]
-    assert "crashed in 3." in page
+    assert "crashed in 3; silent in 2." in page

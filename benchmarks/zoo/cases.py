@@ -62,7 +62,7 @@ def _read(script: Path, group: str) -> Case:
 def _codes(script: Path, truth: dict[str, Any]) -> list[str]:
     """Return the text of the lines that may be named: the given cases have them in a file of their own."""
     if "line" in truth:
-        return [truth["line"]]
+        return [truth["line"]] if isinstance(truth["line"], str) else list(truth["line"])
     beside = script.with_name("lines.json")
     lines: dict[str, list[str]] = json.loads(beside.read_text()) if beside.exists() else {}
     return lines.get(script.stem, [])

@@ -133,10 +133,10 @@ def bad_state_of(maker: str, scene: Scene, background: Background) -> Record | N
     """Return a non-finite parameter or buffer that the module's code may have read.
 
     Its own come first; those of modules below it count if these were not called, because then its own code
-    must have read them.
+    must have read them. -Inf in healthy steps, too, is a mask; +Inf and NaN wait for the batch that reads them.
     """
     within = [row for row in background.bad_state if lies_within(row.module, maker)]
-    usable = [row for row in within if not background.is_tolerated(row) or row.nan_count]
+    usable = [row for row in within if not background.is_tolerated(row) or row.nan_count or row.posinf_count]
     own = [row for row in usable if row.module == maker]
     uncalled = [row for row in usable if row.module is not None and not scene.was_called(row.module)]
     return next(iter([*own, *uncalled]), None)

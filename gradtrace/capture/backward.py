@@ -78,11 +78,11 @@ class _Inside:
 class _Place:
     """Where a gradient belongs."""
 
-    __slots__ = ("call", "entry", "inside", "kept", "micro_step", "number", "path", "watched")
+    __slots__ = ("alive", "call", "entry", "inside", "micro_step", "number", "path", "watched")
 
     def __init__(self, frame: Frame, path: str, watched: Watched, inside: _Inside | None = None) -> None:
         self.inside = inside
-        self.kept = frame.kept
+        self.alive = frame.alive
         self.entry: ModuleEntry = frame.entry
         self.call = frame.call
         self.micro_step = frame.micro_step
@@ -140,13 +140,15 @@ class GraphGradients:
         is_new = len(arrivals) == 1 and graph.is_new(next(iter(arrivals)))
         region = graph.region(list(arrivals), frame.input_edges, frame.start)
         self.visits += graph.visits - before
-        if not frame.entry.selected:
+        if not frame.entry.selected and frame.alive is None:
             return
         if outermost.watched is None:
             outermost.watched = Watched()
             if outermost.phase == "forward":
                 self._watched.append(outermost.watched)
         entrances = region.entrances(frame.input_edges)
+        if not frame.entry.selected:
+            entrances = []  # what arrives is kept for a replay, and that is all
         if is_new and len(entrances) == 1 and entrances[0].source in arrivals:
             self._watch_node(frame, outermost.watched, arrivals, entrances[0])
             return
@@ -228,9 +230,10 @@ class GraphGradients:
                 gradient = self._from_outside(gradient, place.inside)
                 place.watched.fired.add(place.number)
             if gradient is not None:
-                self._record(place, "grad_output", gradient)
-                if place.kept is not None:
-                    place.kept.gradient_arrived(place.path, gradient)
+                if place.entry.selected:
+                    self._record(place, "grad_output", gradient)
+                if place.alive is not None:
+                    place.alive.kept.gradient_arrived(place.path, gradient)
 
     def _used(self, slot: int, inside: _Inside, gradients: Arrived, _: Arrived) -> None:
         gradient = gradients[slot]
@@ -312,13 +315,13 @@ class BackwardWatch:
         self,
         session: Session,
         on_begin: Callable[[Sequence[Any], bool], None],
-        on_end: Callable[[bool, bool], None],
+        on_end: Callable[[bool, bool, BaseException | None], None],
         op_steps: OpSteps,
     ) -> None:
         """``on_begin`` gets what the pass starts from, and whether the pass makes a graph of its own.
 
-        ``on_end`` gets whether it accumulated gradients, and whether its graph can be used again. ``op_steps``
-        hears of passes inside of a pass, too.
+        ``on_end`` gets whether it accumulated gradients, whether its graph can be used again, and the error that
+        ended it early, if one did. ``op_steps`` hears of passes inside of a pass, too.
         """
         self._op_steps = op_steps
         self._ops_begin = session.guarded(op_steps.backward_begins)
@@ -364,9 +367,12 @@ class BackwardWatch:
             thread.inside = True
             try:
                 result = self._run(original, outputs, args, kwargs, accumulating)
-            finally:
+            except BaseException as error:
                 thread.inside = False
-                self._on_end(accumulating, keeps_graph)
+                self._on_end(accumulating, keeps_graph, error)
+                raise
+            thread.inside = False
+            self._on_end(accumulating, keeps_graph, None)
             if not accumulating:
                 self._record_returned(args, kwargs, result)
             return result

@@ -18,17 +18,19 @@ from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.interception import Call
-from gradtrace.capture.kept import Keeper, Kept
+from gradtrace.capture.kept import Alive, Keeper, Kept
 from gradtrace.capture.names import ModuleEntry, is_wrapper
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.session import Session, cannot_observe, quiet
-from gradtrace.capture.statistics import _INTEGER_TYPES
+from gradtrace.capture.statistics import _INTEGER_TYPES, Measure
+from gradtrace.trace.incident import DETACHED
 
 
 class Frame:
     """One open module call. ``captured`` says whether its inputs were seen: then its outputs are too."""
 
     __slots__ = (
+        "alive",
         "call",
         "captured",
         "end",
@@ -53,6 +55,7 @@ class Frame:
         self.input_edges: dict[Any, str] = {}
         self.watched: Any = None
         self.kept: Kept | None = None
+        self.alive: Alive | None = None
 
 
 class Gradients(Protocol):
@@ -89,9 +92,11 @@ class Calls:
         *,
         discover: bool,
         keeper: Keeper | None = None,
+        look_at_state: Callable[[ModuleEntry, str], None] = lambda entry, phase: None,
     ) -> None:
         self._session = session
         self._keeper = keeper
+        self._look_at_state = look_at_state
         self._gradients = gradients
         self._on_outermost = on_outermost
         self._discover = discover
@@ -140,10 +145,10 @@ class Calls:
         if not stack:
             self._announce(entry, args, kwargs)
         frame = self._open(entry, stack)
-        if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
-            self._keep(self._keeper, frame, module, args, kwargs)
         if self._session.capturing:
             try:
+                if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
+                    self._keep(self._keeper, frame, module, args, kwargs)
                 self._see_inputs(frame, args, kwargs)
             except BaseException:
                 self._unwind(stack, frame)
@@ -159,11 +164,9 @@ class Calls:
             outputs = self._flat(tensors_in_result, result)
             with quiet():
                 if frame.entry.selected:
-                    for path, value in outputs:
-                        self._record(frame, "output", frame.phase, path, value)
+                    self._see_outputs(frame, outputs)
+                self._kept_returned(frame, outputs)
                 self._gradients.call_returns(frame, outermost, outputs)
-            if frame.kept is not None:
-                self._kept_returned(frame.kept, outputs)
         if not stack:
             self._gradients.outermost_ended()
 
@@ -240,10 +243,10 @@ class Calls:
         if frame.kept is not None:
             frame.kept.rows_from = self._session.rows.position
 
-    def _kept_returned(self, kept: Kept, outputs: Found) -> None:
-        if self._keeper is not None and not any(value.requires_grad for _, value in outputs):
-            self._keeper.forget(kept)
-        kept.rows_to = self._session.rows.position
+    def _kept_returned(self, frame: Frame, outputs: Found) -> None:
+        if self._keeper is not None and frame.kept is not None:
+            has_graph = any(value.requires_grad for _, value in outputs)
+            frame.alive = self._keeper.returned(frame.kept, self._session.rows.position, has_graph=has_graph)
 
     # Parts --------------------------------------------------------------------------------------------------
 
@@ -301,6 +304,16 @@ class Calls:
             self._gradients.call_begins(frame, inputs, grad_mode=grad_mode)
         frame.captured = True
 
+    def _see_outputs(self, frame: Frame, outputs: Found) -> None:
+        rows = self._session.rows
+        start = rows.position
+        measures = [self._record(frame, "output", frame.phase, path, value) for path, value in outputs]
+        if not all(measure is None or measure.finite for measure in measures):
+            # What the script has written into the module's state since the last look comes before what it made.
+            end = rows.position
+            self._look_at_state(frame.entry, frame.phase)
+            rows.bring_forward(start, end)
+
     def _flat(self, flatten: Callable[..., Found], *nested: Any) -> Found:
         """Flatten arguments or a result; containers may be of the user's own making, and raise."""
         try:
@@ -309,14 +322,27 @@ class Calls:
             self._session.unmeasured[f"{type(error).__name__} while looking into arguments or results"] += 1
             return []
 
-    def _record(self, frame: Frame, tensor: str, phase: str, path: str, value: Tensor) -> None:
+    def _record(self, frame: Frame, tensor: str, phase: str, path: str, value: Tensor) -> Measure | None:
         dtype = value.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             # Labels and token ids; other integers and masks inside of a model are passed over.
             from_outside = frame.is_outermost and tensor == "input" and frame.phase != "recompute"
             if not from_outside or dtype not in _INTEGER_TYPES:
-                return
-        self._session.record(phase, frame.entry, tensor, path, value, call=frame.call, micro_step=frame.micro_step)
+                return None
+        detail = DETACHED if tensor == "output" and _is_only_looked_at(frame, value) else None
+        return self._session.record(
+            phase, frame.entry, tensor, path, value, call=frame.call, micro_step=frame.micro_step, detail=detail
+        )
+
+
+def _is_only_looked_at(frame: Frame, value: Tensor) -> bool:
+    """Whether a value is the result of a metric: of a root without weights, and no gradient flows back from it."""
+    return (
+        frame.is_outermost
+        and frame.phase == "forward"
+        and not value.requires_grad
+        and not frame.entry.root.owns_parameters
+    )
 
 
 def _is_computed(value: Tensor) -> bool:

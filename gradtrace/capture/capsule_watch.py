@@ -58,7 +58,10 @@ class CapsuleWatch:
             return f"no capsule is saved: {reason}"
         except (MemoryError, RuntimeError) as error:  # out of memory, of a device's too
             return f"no capsule is saved: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        return f"the failing step is saved in {path} ({size_in_words(size)}); after the mend: gradtrace recheck"
+        again = f"gradtrace recheck {path.name} SCRIPT"
+        return (
+            f"the failing step is saved beside the run in {path.name} ({size_in_words(size)}); after the mend: {again}"
+        )
 
     def _capsule(self, calls: Sequence[KeptCall], first: Row, rows: Iterable[Row]) -> Capsule:
         reached = [call for call in calls if call.gradients] or list(calls)

@@ -25,18 +25,31 @@ from gradtrace.capture.boundaries import tensors_in_arguments
 from gradtrace.capture.frames import is_users, line_of
 from gradtrace.capture.names import ModuleEntry, Root, walk
 from gradtrace.capture.rng import Rng
+from gradtrace.capture.session import quiet
 from gradtrace.trace.confirmation import SourceLine
 
 MOST_CALLS = 32
 """A pass with more root calls than this (a cell called once a time step) is not replayed."""
 MOST_GRADIENT_BYTES = 64 * 2**20
 """Output gradients beyond this are let go: holding them would raise the peak of a model with a large vocabulary."""
+_GIVEN_UP = 2
 _ALWAYS_COPIED = 65_536
 """Buffers up to this many elements are copied at each call: batch norm changes its own without a trace."""
 _DEVICES_OF_AUTOCAST = ("cpu", "cuda")
 
 Autocast = tuple[str, bool, torch.dtype]
 Callers = tuple[tuple[CodeType, int], ...]
+Held = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]
+"""The dictionaries of parameters and of buffers of modules, each with what it held at some time."""
+
+
+class Alive:
+    """Held by the graph of a kept call's outputs, and by nothing else for long: says whether it can still be used."""
+
+    __slots__ = ("__weakref__", "kept")
+
+    def __init__(self, kept: Kept) -> None:
+        self.kept = kept
 
 
 @dataclass
@@ -44,8 +57,10 @@ class Kept:
     """One root call in grad mode whose outputs have a graph.
 
     ``buffers`` maps the id of each buffer to its copy from before the call; ``training`` holds the modules and
-    their mode; ``versions`` the versions of arguments and parameters; ``rows`` the range of the rows in flight
-    that the call has left, None where some of them have been written; ``gradients`` what arrived at the outputs.
+    their mode; ``held`` what the modules held as parameters and buffers; ``versions`` the versions of arguments
+    and parameters; ``rows_from`` and ``rows_to`` the range of the rows that the call has left; ``gradients`` what
+    arrived at the outputs, ``backward_from`` where the rows of the pass begin that brought it. ``reducer`` is the
+    DistributedDataParallel that will reduce the gradients.
     """
 
     entry: ModuleEntry
@@ -57,15 +72,18 @@ class Kept:
     autocast: tuple[Autocast, ...]
     training: list[tuple[nn.Module, bool]]
     buffers: dict[int, Tensor]
+    held: Held
     forward: Any
     callers: Callers
     reducer: DistributedDataParallel | None
     rows_from: int = 0
     rows_to: int = 0
+    backward_from: int = 0
     gradients: dict[str, Tensor] = field(default_factory=dict)
     trouble: str | None = None
     over: bool = False
     """Whether the pass is over: the graph may live on, and more gradients may arrive."""
+    alive: weakref.ref[Alive] | None = None
 
     @property
     def lines(self) -> tuple[SourceLine, ...]:
@@ -89,6 +107,16 @@ class Kept:
             self.gradients[path] = gradient.detach()
 
     @property
+    def was_reached(self) -> bool:
+        """Whether a backward pass has come by."""
+        return bool(self.gradients) or self.trouble is not None
+
+    @property
+    def can_be_reached(self) -> bool:
+        """Whether the graph of the outputs still is."""
+        return self.alive is None or self.alive() is not None
+
+    @property
     def changed(self) -> str | None:
         """What has been changed since the call, in words."""
         if any(tensor._version != version for tensor, version in self.versions):
@@ -103,6 +131,8 @@ class Keeper:
 
     def __init__(self, on_kept: Callable[[Kept], None] = lambda kept: None) -> None:
         self.calls: list[Kept] = []
+        self.obstacle: str | None = None
+        """Why no call is ever kept, if that is so."""
         self._on_kept = on_kept
         self.dropped = 0
         self._modules: weakref.WeakKeyDictionary[Root, tuple[int, list[weakref.ref[nn.Module]]]]
@@ -118,11 +148,12 @@ class Keeper:
         known: int,
     ) -> Kept | None:
         """Keep what is gone once the call has run; ``known`` is the number of modules that have a name so far."""
+        self._let_go_of_given_up()
         if len(self.calls) >= MOST_CALLS:
             self.dropped += 1
             return None
         modules = self._modules_of(entry.root, known)
-        with torch.no_grad():
+        with quiet():
             kept_args, kept_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
             kept = Kept(
                 entry,
@@ -134,6 +165,7 @@ class Keeper:
                 tuple(_autocast_state()),
                 [(m, m.training) for m in modules],
                 self._copies_of_buffers(modules),
+                [(part, dict(part)) for m in modules for part in (m._parameters, m._buffers)],
                 module.__dict__.get("forward"),
                 callers(),
                 _active_reducer(),
@@ -146,13 +178,49 @@ class Keeper:
         """Let go of one call: it raised, or nothing can flow back into it."""
         self.calls = [other for other in self.calls if other is not kept]
 
+    def returned(self, kept: Kept, position: int, *, has_graph: bool) -> Alive | None:
+        """Note that a call has returned; its graph is to hold what comes back."""
+        kept.rows_to = position
+        if not has_graph:
+            self.forget(kept)
+            return None
+        alive = Alive(kept)
+        kept.alive = weakref.ref(alive)
+        return alive
+
+    def backward_begins(self, position: int) -> None:
+        """A pass begins; the rows from ``position`` on are its."""
+        for kept in self.calls:
+            if not kept.was_reached:
+                kept.backward_from = position
+
+    def pass_ended(self) -> None:
+        """Let go of the calls that a pass has been through; one that waits for a later pass (a GAN's) stays."""
+        waiting = [kept for kept in self.calls if not kept.was_reached and kept.can_be_reached]
+        self._let_go(kept for kept in self.calls if kept not in waiting)
+        self.calls = waiting
+        self.dropped = 0
+
     def drop(self) -> None:
         """Let go of all calls."""
-        for kept in self.calls:
-            kept.over = True
-            kept.gradients.clear()
+        self._let_go(self.calls)
         self.calls = []
         self.dropped = 0
+
+    @staticmethod
+    def _let_go(calls: Iterable[Kept]) -> None:
+        for kept in calls:
+            kept.over = True
+            kept.gradients.clear()
+
+    def _let_go_of_given_up(self) -> None:
+        """Let go of calls, such as those of an evaluation in grad mode, through which no pass will go any more.
+
+        The last ones stay: on an accelerator it is known later that what they returned was not finite.
+        """
+        given_up = [kept for kept in self.calls if not (kept.was_reached or kept.can_be_reached)]
+        for kept in given_up[:-_GIVEN_UP]:
+            self.forget(kept)
 
     def _modules_of(self, root: Root, known: int) -> list[nn.Module]:
         """Return all modules of a root; they are looked up anew when modules have been named since."""
@@ -172,7 +240,7 @@ class Keeper:
         return copies
 
     def _copy_of(self, buffer: Tensor) -> Tensor:
-        if buffer.numel() <= _ALWAYS_COPIED:
+        if buffer.numel() <= _ALWAYS_COPIED or buffer.is_inference():
             return buffer.detach().clone()
         known = self._copies.get(buffer)
         if known is None or known[0] != buffer._version:
@@ -181,8 +249,9 @@ class Keeper:
 
 
 def _active_reducer() -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel whose forward is running, unless it will not reduce (``no_sync``)."""
     found: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
-    return found
+    return found if found is not None and found.require_backward_grad_sync else None
 
 
 def _alias(value: Any) -> Any:
@@ -193,9 +262,9 @@ def _alias(value: Any) -> Any:
 
 
 def _versions(modules: Iterable[nn.Module], found: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, int]]:
-    tensors = [tensor for _, tensor in found if not tensor.is_inference()]
+    tensors = [tensor for _, tensor in found]
     tensors += [p for module in modules for p in module._parameters.values() if p is not None]
-    return [(tensor, tensor._version) for tensor in tensors]
+    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def _autocast_state() -> Iterable[Autocast]:

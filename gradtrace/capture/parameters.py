@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtrace.capture.arrivals import Arrivals
-from gradtrace.capture.names import Root, TensorEntry
+from gradtrace.capture.names import ModuleEntry, Root, TensorEntry
 from gradtrace.capture.session import Session, quiet
 from gradtrace.capture.statistics import Measure
+
+_StateKey = tuple[ModuleEntry, str]
 
 
 class ParameterWatch:
@@ -23,6 +25,7 @@ class ParameterWatch:
         self._not_written: list[Root] = []
         self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._optimizer_count = 0
+        self._known_bad: set[_StateKey] = set()
         self._of_known_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     # States -------------------------------------------------------------------------------------------------
@@ -41,6 +44,24 @@ class ParameterWatch:
             for entry, tensor in self._session.names.tensors():
                 if entry.owner.root is root:
                     self._record_state("input", entry, tensor)
+
+    def look_at_state(self, owner: ModuleEntry, phase: str) -> None:
+        """Record which parameters of a module have become non-finite since they were last looked at.
+
+        Asked for when the module returns something non-finite; the script itself may have written them. Not
+        buffers: those the module's own forward may just have written.
+        """
+        top = owner.ref()
+        if top is None:
+            return
+        below = {id(module) for module in top.modules()}
+        for entry, tensor in self._session.names.tensors():
+            module = entry.owner.ref()
+            is_old = entry.kind == "buffer" or _state_key(entry) in self._known_bad
+            if module is None or id(module) not in below or is_old:
+                continue
+            if self._session.is_finite(tensor) is False:
+                self._record_state(phase, entry, tensor)
 
     def rows_written(self) -> None:
         """Note that the rows in flight are safe."""
@@ -89,7 +110,11 @@ class ParameterWatch:
         if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
             return
         # An update through .data leaves no trace in the version: never taken from memory.
-        self._session.record(phase, entry.owner, entry.kind, entry.name, tensor, once=False)
+        measure = self._session.record(phase, entry.owner, entry.kind, entry.name, tensor, once=False)
+        if measure is not None and not measure.finite:
+            self._known_bad.add(_state_key(entry))
+        elif self._known_bad:
+            self._known_bad.discard(_state_key(entry))
 
     # Before a step ------------------------------------------------------------------------------------------
 
@@ -138,3 +163,7 @@ class ParameterWatch:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return all parameters of an optimizer, group by group."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _state_key(entry: TensorEntry) -> _StateKey:
+    return entry.owner, entry.name

@@ -32,10 +32,18 @@ class Passes:
         """A GradScaler has scaled the loss: whether what comes matters is known when it steps or skips."""
         self._is_scaled = True
 
-    def backward_ended(self) -> None:
-        """A pass that accumulates gradients has ended."""
-        if not self._is_scaled or not self._watchman.is_suspicious:
-            self._look()
+    def backward_ended(self, error: BaseException | None) -> None:
+        """A pass that accumulates gradients has ended; an interrupted one is not looked at: somebody wants to go."""
+        if error is not None and not isinstance(error, Exception):
+            self._keeper.pass_ended()
+        elif not self._is_scaled:
+            self._look(raising=error is not None, reduced=error is None)
+        elif not self._watchman.is_suspicious:
+            self._keeper.pass_ended()
+
+    def run_ends(self, *, at_once: bool) -> None:
+        """The recording ends; ``at_once``: there is no time to look at anything."""
+        self._watchman.run_ends(at_once=at_once)
 
     def optimizer_begins(self) -> None:
         """An optimizer is about to change the weights."""
@@ -51,12 +59,14 @@ class Passes:
         """The rows of the step are about to be written."""
         self._is_scaled = False
         self._look()
+        self._keeper.drop()
         self._watchman.step_ended()
         self._forget()
 
     def part_ends(self) -> None:
         """Rows that belong to the step before are about to be written."""
         self._look()
+        self._keeper.drop()
         self._watchman.part_ended()
         self._forget()
 
@@ -65,8 +75,8 @@ class Passes:
         if self._capsule is not None:
             self._capsule.step_ended()
 
-    def _look(self, *, skipped: bool = False) -> None:
+    def _look(self, *, skipped: bool = False, raising: bool = False, reduced: bool = False) -> None:
         try:
-            self._watchman.look(skipped=skipped)
+            self._watchman.look(skipped=skipped, raising=raising, reduced=reduced)
         finally:
-            self._keeper.drop()
+            self._keeper.pass_ended()

@@ -107,6 +107,12 @@ class RowBuffer:
             rows = self._rows[first : None if end is None else max(end - self._taken, 0)]
             return [Row(self._taken + first + index, *values) for index, values in enumerate(rows)]
 
+    def bring_forward(self, start: int, end: int) -> None:
+        """Put the rows from position ``end`` on before those that are between ``start`` and ``end``."""
+        with self._lock:
+            first, last = max(start - self._taken, 0), max(end - self._taken, 0)
+            self._rows[first:] = self._rows[last:] + self._rows[first:last]
+
     def are_all(self, phase: str) -> bool:
         """Whether all rows are of this phase."""
         return all(row[1] == phase for row in self._rows)
@@ -209,6 +215,7 @@ def record_of(row: Row, step: int, rank: int) -> Record:
         min=measure.min,
         max=measure.max,
         norm=measure.norm,
+        detail=row.detail,
     )
 
 

@@ -106,6 +106,10 @@ class Statistics:
         self.saw_nonfinite = False
         """Whether something non-finite has been measured since this was last set to False."""
 
+    def anew(self) -> Statistics:
+        """Return one that measures in the same way and has seen nothing yet."""
+        return Statistics(on_device=self._on_device)
+
     def measure_once(self, tensor: Tensor) -> Measure:
         """Return the measure of ``tensor``, taken anew only if it has not been seen in its present version.
 

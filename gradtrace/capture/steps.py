@@ -70,13 +70,13 @@ class Steps:
         self._dirty = True
         self._parameters.call_begins(entry.root)
 
-    def backward_ended(self, accumulating: bool) -> None:
-        """A backward pass has ended: the one moment at which an accelerator is waited for."""
+    def backward_ended(self, accumulating: bool, error: BaseException | None) -> None:
+        """A backward pass has ended, by an error maybe: the one moment at which an accelerator is waited for."""
         self._dirty = True
         self._session.clock.backward_ended(accumulating=accumulating)
         self._resolve()
         if accumulating:
-            self._passes.backward_ended()
+            self._passes.backward_ended(error)
 
     def loss_scale(self, number: int, scale: Tensor) -> None:
         """A GradScaler is about to step an optimizer."""
@@ -131,6 +131,7 @@ class Steps:
 
     def end(self) -> None:
         """The recording ends: write what is in flight."""
+        self._passes.run_ends(at_once=False)
         self._record_manual_update()
         self._resolve()
         self._close_last()
@@ -139,6 +140,7 @@ class Steps:
         """The process is about to die: write what can be written without a wait."""
         if self.log is not None and not self.log.busy:
             self._may_wait = False
+            self._passes.run_ends(at_once=True)
             self._close_last()
 
     def _close_last(self) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 
 import gradtrace
 from gradtrace.capture import interception
-from gradtrace.capture.agreement import all_ranks_see
+from gradtrace.capture.agreement import Agreement
 from gradtrace.capture.alarm import OnNonFinite, Watchman
 from gradtrace.capture.backward import BackwardWatch, GraphGradients
 from gradtrace.capture.calls import Calls
@@ -160,7 +160,9 @@ class Tracer:
         limit = config["capsule_limit"]
         self._capsule = CapsuleWatch(session, self._capsule_path, limit) if limit else None
         keeper = self._keeper = Keeper(self._capsule.call_begins if self._capsule is not None else lambda kept: None)
-        keeps = self._hooks is None and (config["replays"] or limit)
+        keeps = self._hooks is None and (config["replays"] or limit or config["on_nonfinite"] == "stop")
+        if self._hooks is not None:
+            keeper.obstacle = "the engine hooks keeps nothing of a pass; the engine graph does"
         self._lines = LossLines() if config["loss_lines"] else None
         self._loss = LossWatch(session, self._graph if self._hooks is None else NoGradients(), self._lines)
         self._calls = Calls(
@@ -169,6 +171,7 @@ class Tracer:
             lambda *call: self._steps.outermost_call(*call),
             discover=not self._models,
             keeper=keeper if keeps else None,
+            look_at_state=self._parameters.look_at_state,
         )
         wanted = self._op_range
         self._op_steps = OpSteps(session, wanted.start, wanted.stop, self._calls.innermost_open, self._add_operation)
@@ -182,7 +185,7 @@ class Tracer:
             self.info.notes,
             replays=config["replays"],
             on_nonfinite=config["on_nonfinite"],
-            may_stop=lambda: all_ranks_see(keeper.calls, session.is_finite),
+            agreement=Agreement(keeper, session.is_finite),
             verdict_command=lambda: f"gradtrace first-nan {self.path}",
         )
         passes = Passes(keeper, watchman, self._loss, self._capsule)
@@ -302,12 +305,13 @@ class Tracer:
 
     def _backward_begins(self, outputs: Sequence[Any], creates_graph: bool) -> None:
         if self._session.capturing:
+            self._keeper.backward_begins(self._session.rows.position)
             self._loss.backward_begins(outputs, create_graph=creates_graph)
 
-    def _backward_ended(self, accumulating: bool, keeps_graph: bool) -> None:
+    def _backward_ended(self, accumulating: bool, keeps_graph: bool, error: BaseException | None) -> None:
         self._graph.backward_ended()
         self._loss.backward_ended(keeps_graph=keeps_graph)
-        self._steps.backward_ended(accumulating)
+        self._steps.backward_ended(accumulating, error)
 
     # What may be asked ---------------------------------------------------------------------------------------
 

@@ -18,6 +18,9 @@ SKIPS_IN_A_ROW = 10
 SMALLEST_LOSS_SCALE = 1.0
 """A loss scale below this no longer helps: the gradients overflow on their own."""
 
+DETACHED = "no gradient flows back from here"
+"""What is noted of the output of a root without weights that is only looked at: a metric."""
+
 _FEWEST_EQUAL = 2
 """So many equal finite elements make a mask; a single one is equal to itself and proves nothing."""
 
@@ -106,7 +109,8 @@ class IncidentFinder:
             # A skipped step's Inf is the loss scale's doing; a NaN is not.
             return bool(record.nan_count) or not skipped
         is_root_output = record.tensor == "output" and record.module in self._roots
-        return is_root_output and record.phase != "recompute" and bool(record.nan_count)
+        counts = record.phase != "recompute" and record.detail != DETACHED
+        return is_root_output and counts and bool(record.nan_count)
 
     def _became_nonfinite(self, record: Record) -> bool:
         """Whether a parameter or buffer holds more non-finite elements than it started with.

@@ -85,7 +85,7 @@ COLUMNS = (
     Column("op", "string", "", "operation of an op-level or replay record, else NULL"),
     Column("file", "string", "", "source file of an op-level or replay record, else NULL"),
     Column("line", "int32", "", "line in that file, from 1, else NULL"),
-    Column("detail", "string", "", "what an event says in words, of a replay as JSON, else NULL"),
+    Column("detail", "string", "", "what an event says in words, a replay as JSON; a remark; else NULL"),
 )
 COLUMN_NAMES = tuple(column.name for column in COLUMNS)
 

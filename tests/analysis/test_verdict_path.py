@@ -12,10 +12,12 @@ from gradtrace.analysis.scene import Scene
 from gradtrace.analysis.verdict import first_nan
 from gradtrace.analysis.verdict_model import Cause, Fate, Verdict
 from gradtrace.errors import NoMatchError
+from gradtrace.trace.incident import DETACHED
 from gradtrace.trace.runinfo import ModuleInfo
 from tests.analysis.rows import (
     ALL_NAN,
     INF,
+    MODULES,
     NAN,
     NEGINF,
     PARAMS,
@@ -112,6 +114,48 @@ def test_an_infinite_parameter_that_healthy_steps_used_is_not_blamed(tmp_path: P
     forward(rows, fc2=ALL_NAN, out=ALL_NAN)
     _fatal_loss(rows)
     assert _answer(_verdict(tmp_path, rows)) == (2, "forward", "fc2", "output")
+
+
+def test_a_buffer_of_plus_infinity_that_waited_for_the_batch_that_reads_it_is_the_cause(tmp_path: Path) -> None:
+    rows = Rows()  # class weights of 1 / 0 for a class that the first batches do not have
+    rows.start(("criterion", "buffer", "weight"), posinf_count=1)
+    for _ in range(2):
+        forward(rows)
+        backward(rows)
+        update(rows)
+        rows.add("optimizer", "criterion", "buffer", "weight", posinf_count=1)
+        rows.step += 1
+    forward(rows)
+    rows.add("forward", "criterion", "input")
+    rows.add("forward", "criterion", "output", **ALL_NAN)
+    _fatal_loss(rows)
+    assert _answer(_verdict(tmp_path, rows)) == (0, "parameter", "criterion", "buffer")
+
+
+def test_a_parameter_that_is_found_bad_where_it_is_used_was_written_between_the_steps(tmp_path: Path) -> None:
+    rows = _run()
+    forward(rows)
+    rows.add("evaluation", "teacher", "input")
+    rows.add("evaluation", "teacher", "param", "weight", **ALL_NAN)
+    rows.add("evaluation", "teacher", "output", **ALL_NAN)
+    _fatal_loss(rows)
+    verdict = _verdict(tmp_path, rows)
+    assert _answer(verdict) == (2, "parameter", "teacher", "param")
+
+
+def test_a_metric_that_is_only_looked_at_is_no_failure(tmp_path: Path) -> None:
+    for detail, found in ((DETACHED, False), (None, True)):
+        rows = _run()
+        forward(rows)
+        rows.add("forward", "recall", "input")
+        rows.add("forward", "recall", "output", detail=detail, **ALL_NAN)
+        backward(rows)
+        update(rows)
+        path = tmp_path / str(found)
+        path.mkdir()
+        modules = [ModuleInfo("recall", "Recall", root=True)]
+        with open_rows(path, rows, modules=[*MODULES, *modules]) as run:
+            assert first_nan(run).found is found
 
 
 def test_a_boundary_that_healthy_steps_had_non_finite_is_passed_over(tmp_path: Path) -> None:

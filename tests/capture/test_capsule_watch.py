@@ -59,8 +59,8 @@ def test_with_a_batch_it_is_the_first_call_that_gradients_reach(
     said = watch.incident(calls, loss, [loss])
     path = tmp_path / "run.capsule.pt"
     assert said is not None
-    assert said.startswith(f"the failing step is saved in {path} (")
-    assert said.endswith(" KiB); after the mend: gradtrace recheck")
+    assert said.startswith(f"the failing step is saved beside the run in {path.name} (")
+    assert said.endswith(" KiB); after the mend: gradtrace recheck run.capsule.pt SCRIPT")
     capsule = load(path)
     assert (capsule.step, capsule.phase, capsule.boundary) == (7, "loss", "step 7, loss")
     assert (capsule.root.label, capsule.number) == ("encoder", 0)

@@ -12,7 +12,9 @@ import torch
 from capture.tracing import Recorded, assert_holds, record
 from torch import Tensor, nn
 
+import gradtrace
 from gradtrace.capture.tracer import Tracer
+from gradtrace.trace.incident import DETACHED
 
 
 def make_model(*more: nn.Module) -> nn.Sequential:
@@ -324,3 +326,42 @@ def test_nothing_is_left_on_the_parameters(tmp_path: Path) -> None:
     count = len(recorded.rows)
     model(batch()).mean().backward()  # hooks on nodes that live on would be called now
     assert count == recorded.info.records
+
+
+def test_state_that_the_script_has_spoiled_is_recorded_before_what_the_module_makes_of_it(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with Tracer(model, tmp_path / "run.parquet") as tracer:
+        model(torch.ones(3, 2)).sum().backward()
+        tracer.step()
+        with torch.no_grad():
+            model[0].bias[1] = float("nan")
+        for _ in range(2):
+            model(torch.ones(3, 2)).sum().backward()
+    with gradtrace.open_run(tmp_path / "run.parquet") as run:
+        query = "SELECT module, tensor, path, nan_count FROM records WHERE step = 1 AND phase = 'forward' ORDER BY seq"
+        rows = run.execute(query).fetchall()
+    first = [
+        ("0", "input", "0", 0),
+        ("0", "param", "bias", 1),
+        ("0", "output", "0", 3),
+        ("1", "input", "0", 3),
+        ("1", "output", "0", 3),
+        ("", "output", "0", 3),
+    ]
+    assert rows == first + [row for row in first if row[1] in ("input", "output")]
+
+
+def test_what_a_root_without_weights_returns_without_a_gradient_is_marked(tmp_path: Path) -> None:
+    class Recall(nn.Module):
+        def forward(self, hits: Tensor, total: Tensor) -> Tensor:
+            return hits / total
+
+    model, recall = nn.Linear(2, 1), Recall()
+    with Tracer(path=tmp_path / "run.parquet"):
+        y = model(torch.ones(1, 2))
+        recall(y.detach() * 0, torch.zeros(1))
+        recall(y, torch.ones(1)).sum().backward()
+    with gradtrace.open_run(tmp_path / "run.parquet") as run:
+        assert run.info.incidents == 0
+        query = "SELECT module, detail FROM records WHERE tensor = 'output' ORDER BY seq"
+        assert run.execute(query).fetchall() == [("", None), ("recall", DETACHED), ("recall", None)]

@@ -15,14 +15,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 SCRIPTS = Path(__file__).parent / "scripts"
-# One thread: the models are tiny, and threads that spin cost minutes on a busy machine.
+# One thread: the models are small, and threads that spin cost minutes on a busy machine.
 _ENVIRONMENT = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``python *command``, which has to succeed."""
+def run(*command: str, cwd: Path, expected: int = 0) -> subprocess.CompletedProcess[str]:
+    """Run ``python *command``, which has to end with the exit code ``expected``."""
     done = subprocess.run([sys.executable, *command], cwd=cwd, env=_ENVIRONMENT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == expected, done.stderr
     return done
 
 
@@ -31,11 +31,16 @@ def record(folder: Path, script: str, *args: str) -> subprocess.CompletedProcess
     return run("-m", "gradtrace", "record", str(SCRIPTS / script), *args, cwd=folder)
 
 
+def answer(folder: Path, command: str, *args: str, expected: int = 0) -> dict[str, Any]:
+    """Return the JSON object that a command of gradtrace prints in ``folder``."""
+    done = run("-m", "gradtrace", command, "--json", *args, cwd=folder, expected=expected)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
 def verdict_on(folder: Path) -> dict[str, Any]:
     """Return what ``first-nan`` says of the run in ``folder``."""
-    done = run("-m", "gradtrace", "first-nan", "--json", "run.parquet", cwd=folder)
-    verdict: dict[str, Any] = json.loads(done.stdout)
-    return verdict
+    return answer(folder, "first-nan", "run.parquet")
 
 
 def called_modules(script: str) -> set[str]:

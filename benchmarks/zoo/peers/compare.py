@@ -47,7 +47,7 @@ def main(cases: Sequence[Case], file: Path | None = None) -> int:
     if not PYTHON.exists():
         print(f"benchmarks.zoo: error: {PYTHON} is missing; make it: make peers", file=sys.stderr)
         return 2
-    result = judged({peer: ask(peer, cases) for peer in REPORTS}, cases)
+    result = facts() | judged({peer: ask(peer, cases) for peer in REPORTS}, cases)
     written = file or RESULTS / "peers.json"
     written.write_text(json.dumps(result, indent=1) + "\n")
     written.with_suffix(".md").write_text(report(result))
@@ -71,14 +71,30 @@ def read(folder: Path) -> Answers:
 
 
 def judged(answers: dict[str, Answers], cases: Sequence[Case]) -> dict[str, Any]:
-    """Return where and when it was measured, and every answer with its marks."""
+    """Return every peer's answers with their marks."""
     peers: dict[str, Any] = {}
     for peer, said in answers.items():
         peers[peer] = [
-            {"id": case.id, "group": case.group, "marks": _marks(case, said[case.id], REPORTS[peer]), **said[case.id]}
+            {"id": case.id, "group": case.group, "marks": _marks(case, said[case.id], REPORTS[peer])}
+            | _portable(said[case.id])
             for case in cases
         ]
-    return {"machine": _machine(), "date": f"{datetime.now(timezone.utc):%Y-%m-%d}", "versions": _versions(), **peers}
+    return peers
+
+
+def _portable(said: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer without the folders of the machine that gave it."""
+    location = said.get("location")
+    return said | ({"location": location | {"file": Path(location["file"]).name}} if location else {})
+
+
+def facts() -> dict[str, Any]:
+    """Return where and when it is measured, and the versions in the peers' environment."""
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
+    code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {VERSIONS}}}))"
+    done = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=True)
+    date = f"{datetime.now(timezone.utc):%Y-%m-%d}"
+    return {"machine": machine, "date": date, "versions": json.loads(done.stdout)}
 
 
 def _marks(case: Case, said: dict[str, Any], fields: tuple[str, ...]) -> Marks:
@@ -95,8 +111,8 @@ def report(result: dict[str, Any]) -> str:
     lines = [
         "# What other tools say of the zoo",
         f"{result['date']}, {result['machine']}; {versions}. Made by `make peers`.",
-        "Right answers of those that count; a field that a tool does not report is empty. A tool that crashed or found",
-        "nothing has every field wrong.",
+        "Right answers of those that count; a field that a tool does not report is empty. "
+        "A tool that crashed or found nothing has every field wrong.",
         markdown(rows),
         *(f"{NAMES[peer]}: {_troubles(result[peer])}" for peer in REPORTS if _troubles(result[peer])),
     ]
@@ -107,7 +123,7 @@ def _row(answers: Iterable[dict[str, Any]], peer: str, group: str) -> tuple[str,
     mine = [answer for answer in answers if answer["group"] == group]
     failing = [answer for answer in mine if "quiet" not in answer["marks"]]
     crashed = [answer for answer in mine if _crashed(answer)]
-    silent = [answer for answer in failing if not answer["found"] and not _crashed(answer)]
+    silent = [answer for answer in mine if _silent(answer)]
     fields = (_count(answer["marks"].get(field) for answer in failing) for field in FIELDS)
     quiet = _count(answer["marks"]["quiet"] and not _crashed(answer) for answer in mine if "quiet" in answer["marks"])
     return (NAMES[peer], group, *fields, quiet, str(len(crashed)), str(len(silent)))
@@ -122,19 +138,14 @@ def _count(marks: Iterable[bool | None]) -> str:
     return f"{sum(counted)} of {len(counted)}" if counted else ""
 
 
-def _troubles(answers: Iterable[dict[str, Any]]) -> str:
-    """Return the cases in which the tool crashed or found nothing in a failing run."""
+def _silent(answer: dict[str, Any]) -> bool:
+    """Whether the tool found nothing in a run that fails."""
+    return "quiet" not in answer["marks"] and not answer["found"] and not _crashed(answer)
+
+
+def _troubles(answers: Sequence[dict[str, Any]]) -> str:
+    """Return in which cases the tool crashed, and in which it kept silent on a failure."""
     crashed = [answer["id"] for answer in answers if _crashed(answer)]
-    return f"crashed in {', '.join(crashed)}." if crashed else ""
-
-
-def _machine() -> str:
-    return f"{platform.machine()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}"
-
-
-def _versions() -> dict[str, str]:
-    """Return the versions in the peers' environment."""
-    code = f"import importlib.metadata as m, json; print(json.dumps({{n: m.version(n) for n in {VERSIONS}}}))"
-    done = subprocess.run([str(PYTHON), "-c", code], capture_output=True, text=True, check=True)
-    versions: dict[str, str] = json.loads(done.stdout)
-    return versions
+    silent = [answer["id"] for answer in answers if _silent(answer)]
+    said = [f"{word} in {', '.join(ids)}" for word, ids in (("crashed", crashed), ("silent", silent)) if ids]
+    return "; ".join(said) + "." if said else ""

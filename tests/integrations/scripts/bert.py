@@ -1,4 +1,4 @@
-"""Trains a tiny BERT classifier and evaluates it after each epoch."""
+"""Trains a small BERT classifier and evaluates it after each epoch."""
 
 import argparse
 
@@ -9,14 +9,15 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--lr", type=float, default=1e-3)
 args = parser.parse_args()
 
+LENGTH = 64
 torch.manual_seed(0)
 config = BertConfig(
-    vocab_size=100,
-    hidden_size=32,
+    vocab_size=1000,
+    hidden_size=128,
     num_hidden_layers=2,
     num_attention_heads=2,
-    intermediate_size=64,
-    max_position_embeddings=16,
+    intermediate_size=512,
+    max_position_embeddings=LENGTH,
     num_labels=3,
 )
 model = BertForSequenceClassification(config)
@@ -24,9 +25,9 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
 
 def draw_batch():
-    tokens = torch.randint(1, 100, (4, 16))
-    lengths = torch.randint(4, 17, (4, 1))
-    mask = (torch.arange(16) < lengths).long()
+    tokens = torch.randint(1, 1000, (8, LENGTH))
+    lengths = torch.randint(4, LENGTH + 1, (8, 1))
+    mask = (torch.arange(LENGTH) < lengths).long()
     return {"input_ids": tokens * mask, "attention_mask": mask, "labels": tokens[:, 0] % 3}
 
 

@@ -1,4 +1,4 @@
-"""Trains a tiny GPT-2 with the Trainer of transformers, two batches a step."""
+"""Trains a small GPT-2 with the Trainer of transformers, two batches a step."""
 
 import argparse
 import tempfile
@@ -9,12 +9,13 @@ from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=3)
 parser.add_argument("--lr", type=float, default=1e-3)
+parser.add_argument("--bf16", action="store_true")
 args = parser.parse_args()
 
 
 class RandomTokens(torch.utils.data.Dataset):
     def __init__(self, count):
-        self.tokens = torch.randint(100, (count, 16), generator=torch.Generator().manual_seed(1))
+        self.tokens = torch.randint(1000, (count, 64), generator=torch.Generator().manual_seed(1))
 
     def __len__(self):
         return len(self.tokens)
@@ -24,7 +25,8 @@ class RandomTokens(torch.utils.data.Dataset):
 
 
 torch.manual_seed(0)
-model = GPT2LMHeadModel(GPT2Config(vocab_size=100, n_positions=16, n_embd=32, n_layer=2, n_head=2))
+config = GPT2Config(vocab_size=1000, n_positions=64, n_embd=128, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+model = GPT2LMHeadModel(config)
 with tempfile.TemporaryDirectory() as folder:
     trainer = Trainer(
         model=model,
@@ -39,6 +41,7 @@ with tempfile.TemporaryDirectory() as folder:
             save_strategy="no",
             disable_tqdm=True,
             use_cpu=True,
+            bf16=args.bf16,
             seed=0,
         ),
         train_dataset=RandomTokens(48),
