@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from gradtrace.capture.agreement import Agreement
 from gradtrace.capture.births import Birth
 from gradtrace.capture.capsule_watch import CapsuleWatch
 from gradtrace.capture.kept import Keeper
@@ -32,7 +33,8 @@ class Alarm:
     """What there is to say at the moment at which an incident is noticed."""
 
     step: int
-    first: Row
+    first: Row | None
+    """None where nothing of this rank's own was non-finite."""
     reached: tuple[str, ...]
 
     @property
@@ -40,6 +42,8 @@ class Alarm:
         """One line."""
         what = ", ".join({"grad": "gradients", "output": "the model's output"}.get(w, w) for w in self.reached)
         row = self.first
+        if row is None:
+            return f"step {self.step}: {what} not finite; another rank's came in when they were added up"
         where = "outside any module" if row.owner is None else row.owner.name or "(root)"
         place = f"{where}, {row.tensor} {row.path}".rstrip()
         return f"step {self.step}: {what} not finite; first non-finite: {place}"
@@ -63,13 +67,10 @@ class Watchman:
         *,
         replays: int,
         on_nonfinite: OnNonFinite,
-        may_stop: Callable[[], bool],
+        agreement: Agreement,
         verdict_command: Callable[[], str],
     ) -> None:
-        """``notes`` are those of the run.
-
-        ``may_stop`` says whether stopping now is safe: with several ranks all must see the same.
-        """
+        """``notes`` are those of the run; ``agreement`` says whether stopping now is safe."""
         self._session = session
         self._keeper = keeper
         self._replayer = replayer
@@ -78,45 +79,82 @@ class Watchman:
         self._notes = notes
         self._replays = replays
         self._on_nonfinite = on_nonfinite
-        self._may_stop = may_stop
+        self._agreement = agreement
         self._verdict_command = verdict_command
         self._made: dict[_Key, int] = {}
         self._tolerated: set[_Key] = set()
         self._step_from = 0
-        self._alarmed = False
+        self._alarm: Alarm | None = None
+        """That of the step in flight."""
         self._skipped = False
         self._lasting = False
         self._weights_were_bad = False
+        self._is_blind = False
 
     @property
     def is_suspicious(self) -> bool:
         """Whether something non-finite has been seen in the step that no alarm was raised for."""
-        return self._session.statistics.saw_nonfinite and not self._alarmed
+        return self._session.statistics.saw_nonfinite and self._alarm is None and not self._is_blind
 
-    def look(self, *, skipped: bool = False) -> None:
+    def run_ends(self, *, at_once: bool) -> None:
+        """Nothing can be stopped any more; ``at_once``: there is no time to look at anything either."""
+        self._on_nonfinite = "continue"
+        self._is_blind = at_once
+
+    def look(self, *, skipped: bool = False, raising: bool = False, reduced: bool = False) -> None:
         """Look at the step in flight.
+
+        ``skipped`` says that a GradScaler has skipped the optimizer's step, ``raising`` that an error is on its way
+        to the user, ``reduced`` that the gradients are those that a backward pass has just left.
 
         Raises:
             NonFiniteError: there is an incident, and the run is to stop then.
         """
-        self._skipped = skipped = skipped or self._skipped
-        if not self.is_suspicious:
+        self._skipped = skipped or self._skipped
+        is_new = self._sound(self._skipped)
+        if self._on_nonfinite != "stop" or raising:
             return
-        names, step = self._session.names, self._session.clock.step
+        # Of several ranks those that have seen nothing stop too, and at the same place.
+        if (reduced and self._agreement.all_see_bad_gradients()) if self._agreement.is_needed else is_new:
+            self._stop()
+
+    def _sound(self, skipped: bool) -> bool:
+        """Raise the alarm if there is an incident that none was raised for; say whether there is."""
+        if not self.is_suspicious:
+            return False
+        names, step = self._session.names, self._session.clock.likely_step
         bad = self._bad_rows()
         roots = {root.name for root in names.roots}
         records = [record_of(row, step, 0) for row in bad]
         reached = tuple(IncidentFinder(roots).reached_before_update(records, skipped=skipped))
-        if reached:
-            self._alarmed = True
-            names.freeze()
-            self._raise(Alarm(step, self._first(bad), reached), skipped)
+        if not reached:
+            return False
+        names.freeze()
+        first = self._first(bad)
+        self._alarm = Alarm(step, first, reached)
+        if not self._lasting:
+            self._say(self._alarm)
+            self._save(first)
+        self._confirm(first, is_fatal="grad" in reached and not skipped)
+        return True
+
+    def _say(self, alarm: Alarm) -> None:
+        self._event("incident", alarm.text)
+        warn(alarm.text)
+
+    def _stop(self) -> None:
+        alarm = self._alarm
+        if alarm is None:
+            alarm = self._alarm = Alarm(self._session.clock.likely_step, None, ("grad",))
+            self._say(alarm)
+        self._event("stop", "stopped before the optimizer's step, as asked")
+        raise NonFiniteError(f"{alarm.text}; for the verdict: {self._verdict_command()}", alarm.step)
 
     def part_ended(self) -> None:
         """Rows are about to be written; what was non-finite in a healthy step is tolerated later."""
         bad = self._bad_rows() if self._session.statistics.saw_nonfinite else []
         self._weights_were_bad = any(row.tensor == "param" for row in bad)
-        if not self._alarmed:
+        if self._alarm is None:
             self._tolerated |= {_key(row) for row in bad}
         self._session.statistics.saw_nonfinite = False
         self._step_from = self._session.rows.position
@@ -124,11 +162,15 @@ class Watchman:
     def step_ended(self) -> None:
         """All rows of the step are about to be written."""
         self.part_ended()
-        self._lasting, self._alarmed, self._skipped = self._alarmed, False, False
+        self._lasting, self._alarm, self._skipped = self._alarm is not None, None, False
 
     def _bad_rows(self) -> list[Row]:
         rows = self._session.rows.between(self._step_from)
-        return [row for row in rows if row.measure is not None and not (row.pending or row.measure.finite)]
+        return [
+            row
+            for row in rows
+            if row.source is None and row.measure is not None and not (row.pending or row.measure.finite)
+        ]
 
     def _first(self, bad: Sequence[Row]) -> Row:
         step = self._session.clock.step
@@ -137,25 +179,14 @@ class Watchman:
         )
         return next(fresh, bad[0])
 
-    def _raise(self, alarm: Alarm, skipped: bool) -> None:
-        if not self._lasting:
-            self._event("incident", alarm.text)
-            warn(alarm.text)
-            self._save(alarm)
-        self._confirm(alarm, is_fatal="grad" in alarm.reached and not skipped)
-        if self._on_nonfinite == "stop" and self._may_stop():
-            command = self._verdict_command()
-            self._event("stop", "stopped before the optimizer's step, as asked")
-            raise NonFiniteError(f"{alarm.text}; for the verdict: {command}", alarm.step)
-
-    def _save(self, alarm: Alarm) -> None:
+    def _save(self, first: Row) -> None:
         if self._capsule is not None:
             rows = self._session.rows.between(self._step_from)
-            said = self._capsule.incident(self._keeper.calls, alarm.first, rows)
+            said = self._capsule.incident(self._keeper.calls, first, rows)
             self._notes += [] if said is None else [said]
 
-    def _confirm(self, alarm: Alarm, *, is_fatal: bool) -> None:
-        outcome = self._replay(alarm, is_fatal=is_fatal)
+    def _confirm(self, first: Row, *, is_fatal: bool) -> None:
+        outcome = self._replay(first, is_fatal=is_fatal)
         said = outcome.confirmation
         if self._lasting and said.status == "not_replayed":
             return  # nothing new: what the incident began with has been written
@@ -166,19 +197,26 @@ class Watchman:
             said = replace(said, reason="; ".join(filter(None, (said.reason, in_loss.reason))))
         self._event("replay", replace(said, term=in_loss.term).to_json())
 
-    def _replay(self, alarm: Alarm, *, is_fatal: bool) -> Outcome:
-        key = _key(alarm.first)
+    def _replay(self, first: Row, *, is_fatal: bool) -> Outcome:
+        key = _key(first)
+        left = self._replays - len(self._made)
         if self._replays == 0:
             reason = "replays were switched off"
+        elif first.tensor == "grad" and first.phase == "optimizer":
+            reason = "the gradients were finite when they arrived: another rank's came in, or the script changed them"
         elif self._weights_were_bad:
             reason = "the weights were not finite any more"
         elif key in self._made:
             reason = f"the same boundary was replayed at step {self._made[key]}"
-        elif len(self._made) >= self._replays - (0 if is_fatal or self._lasting else 1):
+        elif left <= 0:
             reason = f"{len(self._made)} of {self._replays} replays were used by then"
+        elif left == 1 and not (is_fatal or self._lasting):
+            reason = "the last replay is kept back for an incident that does not heal"
         else:
-            self._made[key] = alarm.step
-            return self._replayer.replay(self._keeper.calls, self._keeper.dropped)
+            outcome = self._replayer.replay(self._keeper)
+            if outcome.ran:
+                self._made[key] = self._session.clock.likely_step
+            return outcome
         return Outcome(Confirmation("not_replayed", reason))
 
     def _write(self, birth: Birth) -> None:

@@ -44,6 +44,7 @@ class Clock:
         self._others: list[_Reference] = []
         self._ticks = 0
         self._ever_others = False
+        self._others_before = 0
         self._calls = 0
         self._backward_ever = False
         self._last_micro_step = 0
@@ -70,6 +71,12 @@ class Clock:
     def may_belong_before(self) -> bool:
         """Whether what is seen from now on may turn out to belong to the step that has just ended."""
         return not self.by_hand and (self._ever_others or self._ticks == 1)
+
+    @property
+    def likely_step(self) -> int:
+        """The step to which what is in flight most likely belongs: as many optimizers follow the clock's as before."""
+        still_before = self.may_belong_before and len(self._others) < self._others_before
+        return self.step - 1 if still_before else self.step
 
     def starts_step(self, *, evaluating: bool, goes_on: Callable[[], bool]) -> bool:
         """Whether the outermost call that is about to run starts a new step, there being no optimizer.
@@ -131,6 +138,7 @@ class Clock:
         """Start the next step, or step ``number``."""
         self.step = self.step + 1 if number is None else number
         self._last_micro_step = self.micro_step
+        self._others_before = len(self._others)
         self._others.clear()
         self._calls = 0
         self.backward_in_step = False

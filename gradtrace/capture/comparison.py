@@ -40,8 +40,11 @@ def first_difference(recorded: Sequence[Seen], replayed: Sequence[Seen]) -> str 
     return None
 
 
-def any_difference(recorded: Iterable[Seen], replayed: Iterable[Seen]) -> str | None:
-    """Return a boundary that differs, whatever the order: several calls' gradients may come in another one."""
+def any_difference(recorded: Iterable[Seen], replayed: Iterable[Seen], *, all_of_it: bool = True) -> str | None:
+    """Return a boundary that differs, whatever the order: several calls' gradients may come in another one.
+
+    ``all_of_it`` is false where recording ended before its time: then the replay may see more.
+    """
     then, now = Counter(recorded), Counter(replayed)
-    different = list((then - now) + (now - then))
+    different = list((then - now) + (now - then)) if all_of_it else list(then - now)
     return different[0].place if different else None

@@ -25,6 +25,7 @@ from gradtrace.capture.boundaries import tensors_in_arguments
 from gradtrace.capture.frames import is_users, line_of
 from gradtrace.capture.names import ModuleEntry, Root, walk
 from gradtrace.capture.rng import Rng
+from gradtrace.capture.rows import Row, RowBuffer
 from gradtrace.capture.session import quiet
 from gradtrace.trace.confirmation import SourceLine
 
@@ -39,7 +40,7 @@ _DEVICES_OF_AUTOCAST = ("cpu", "cuda")
 
 Autocast = tuple[str, bool, torch.dtype]
 Callers = tuple[tuple[CodeType, int], ...]
-Held = list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]]
+Held = list[tuple[dict[str, Any], dict[str, Any]]]
 """The dictionaries of parameters and of buffers of modules, each with what it held at some time."""
 
 
@@ -60,7 +61,7 @@ class Kept:
     their mode; ``held`` what the modules held as parameters and buffers; ``versions`` the versions of arguments
     and parameters; ``rows_from`` and ``rows_to`` the range of the rows that the call has left; ``gradients`` what
     arrived at the outputs, ``backward_from`` where the rows of the pass begin that brought it. ``reducer`` is the
-    DistributedDataParallel that will reduce the gradients.
+    DistributedDataParallel that will reduce the gradients. ``cut_off``: the pass has raised.
     """
 
     entry: ModuleEntry
@@ -78,7 +79,10 @@ class Kept:
     reducer: DistributedDataParallel | None
     rows_from: int = 0
     rows_to: int = 0
+    rows: list[Row] | None = None
+    """What the call has left, where it is written already."""
     backward_from: int = 0
+    cut_off: bool = False
     gradients: dict[str, Tensor] = field(default_factory=dict)
     trouble: str | None = None
     over: bool = False
@@ -194,12 +198,26 @@ class Keeper:
             if not kept.was_reached:
                 kept.backward_from = position
 
+    def pass_fails(self) -> None:
+        """The pass in flight has ended before its time."""
+        for kept in self.calls:
+            kept.cut_off = True
+
     def pass_ended(self) -> None:
         """Let go of the calls that a pass has been through; one that waits for a later pass (a GAN's) stays."""
         waiting = [kept for kept in self.calls if not kept.was_reached and kept.can_be_reached]
         self._let_go(kept for kept in self.calls if kept not in waiting)
         self.calls = waiting
         self.dropped = 0
+
+    def step_ends(self, rows: RowBuffer) -> None:
+        """Let go of all calls, but for those that may wait for the pass of another optimizer, with their rows."""
+        self.pass_ended()
+        for kept in self.calls:
+            if kept.rows is None:
+                kept.rows = rows.between(kept.rows_from, kept.rows_to)
+            else:
+                self.forget(kept)
 
     def drop(self) -> None:
         """Let go of all calls."""

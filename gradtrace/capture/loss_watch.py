@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,12 +29,14 @@ class _Thread(threading.local):
     def __init__(self) -> None:
         self.inside: list[Interval] = []
         self.outputs: list[weakref.ref[Tensor]] = []
+        self.finite: dict[tuple[int, int], bool] = {}
 
 
 class LossWatch:
     """Watches the loss code of one recording. ``lines`` is None where no source lines are wanted."""
 
     def __init__(self, session: Session, gradients: Gradients, lines: LossLines | None) -> None:
+        self._session = session
         self._gradients = gradients
         self._lines = lines
         self._code = LossCode(session)
@@ -57,6 +59,7 @@ class LossWatch:
             thread = self._thread
             thread.inside.append((frame.start, sequence_number()))
             thread.outputs += map(weakref.ref, heads)
+            thread.finite.update(self._finite(heads))
             if self._lines is not None:
                 self._lines.call_ended(has_graph=bool(heads))
 
@@ -71,7 +74,12 @@ class LossWatch:
         if self._lines is not None:
             self._lines.backward_begins(create_graph=create_graph)
         values = dict(self._known_values())
-        finding = self._code.backward_begins(outputs, self._thread.inside, lambda edge: values.get(edge, Known()))
+        finite = self._thread.finite
+
+        def known(edge: Edge) -> Known:
+            return values.get(edge) or Known(finite=finite.get((edge[0]._sequence_nr(), edge[1])))
+
+        finding = self._code.backward_begins(outputs, self._thread.inside, known)
         self._finding = self._finding or finding
 
     def backward_ended(self, *, keeps_graph: bool) -> None:
@@ -84,6 +92,13 @@ class LossWatch:
         alive = [tensor for reference in self._thread.outputs if (tensor := reference()) is not None]
         edges = [(edge_of(tensor), tensor) for tensor in alive]
         return [(edge, Known(tensor)) for edge, tensor in edges if edge is not None]
+
+    def _finite(self, heads: list[Tensor]) -> Iterator[tuple[tuple[int, int], bool]]:
+        """Yield whether outputs are finite, by their nodes' numbers: the tensors may be gone before backward."""
+        for tensor in heads:
+            known = self._session.statistics.known(tensor)
+            if tensor.grad_fn is not None and known is not None:
+                yield (tensor.grad_fn._sequence_nr(), tensor.output_nr), known.finite
 
     # What was found -----------------------------------------------------------------------------------------
 
@@ -98,5 +113,6 @@ class LossWatch:
         self._finding = None
         self._thread.inside.clear()
         self._thread.outputs.clear()
+        self._thread.finite.clear()
         if self._lines is not None:
             self._lines.end()

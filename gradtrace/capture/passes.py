@@ -11,12 +11,16 @@ from gradtrace.capture.alarm import Watchman
 from gradtrace.capture.capsule_watch import CapsuleWatch
 from gradtrace.capture.kept import Keeper
 from gradtrace.capture.loss_watch import LossWatch
+from gradtrace.capture.rows import RowBuffer
 
 
 class Passes:
     """Hears of calls, backward passes and optimizer steps, and has the watchman look in time."""
 
-    def __init__(self, keeper: Keeper, watchman: Watchman, loss: LossWatch, capsule: CapsuleWatch | None) -> None:
+    def __init__(
+        self, rows: RowBuffer, keeper: Keeper, watchman: Watchman, loss: LossWatch, capsule: CapsuleWatch | None
+    ) -> None:
+        self._rows = rows
         self._keeper = keeper
         self._loss = loss
         self._capsule = capsule
@@ -34,6 +38,8 @@ class Passes:
 
     def backward_ended(self, error: BaseException | None) -> None:
         """A pass that accumulates gradients has ended; an interrupted one is not looked at: somebody wants to go."""
+        if error is not None:
+            self._keeper.pass_fails()
         if error is not None and not isinstance(error, Exception):
             self._keeper.pass_ended()
         elif not self._is_scaled:
@@ -59,14 +65,14 @@ class Passes:
         """The rows of the step are about to be written."""
         self._is_scaled = False
         self._look()
-        self._keeper.drop()
+        self._keeper.step_ends(self._rows)
         self._watchman.step_ended()
         self._forget()
 
     def part_ends(self) -> None:
         """Rows that belong to the step before are about to be written."""
         self._look()
-        self._keeper.drop()
+        self._keeper.step_ends(self._rows)
         self._watchman.part_ended()
         self._forget()
 

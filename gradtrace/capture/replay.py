@@ -9,6 +9,7 @@ reducer fires; then once more under anomaly detection. What is seen inside is th
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,14 +27,14 @@ from gradtrace.capture.clock import Clock
 from gradtrace.capture.comparison import Seen, any_difference, first_difference
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.guards import Guard, Memory, Refused
-from gradtrace.capture.kept import Kept, callers, lines_of
+from gradtrace.capture.interception import Call, Observer
+from gradtrace.capture.kept import Keeper, Kept, callers, lines_of
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.nodes import AnomalySays, BackwardNodes, anomaly_says
 from gradtrace.capture.operators import ForwardOps
 from gradtrace.capture.rows import Row, RowBuffer
 from gradtrace.capture.schedule import Schedule
-from gradtrace.capture.session import Session
-from gradtrace.capture.statistics import Statistics
+from gradtrace.capture.session import Session, quiet
 from gradtrace.capture.undo import swapped_buffers, undone
 from gradtrace.trace.confirmation import Confirmation, SourceLine
 
@@ -44,6 +45,8 @@ class Outcome:
 
     confirmation: Confirmation
     births: list[Birth] = field(default_factory=list)
+    ran: bool = True
+    """Whether anything was run again."""
 
 
 class Replayer:
@@ -54,14 +57,16 @@ class Replayer:
         self._calls = calls
         self._backward = backward
 
-    def replay(self, kept: Sequence[Kept], dropped: int) -> Outcome:
-        """Replay the root calls of a pass, in order; ``dropped`` more of them were not kept.
+    def replay(self, keeper: Keeper) -> Outcome:
+        """Replay the root calls of a pass, in order.
 
         What goes wrong here never leaves: it is the reason of a replay that was none.
         """
-        reason = _obstacle(kept, dropped)
+        # One that no pass has come by may be older than the last update: it is no part of this.
+        kept = [call for call in keeper.calls if call.was_reached or call.changed is None]
+        reason = keeper.obstacle or _obstacle(kept, keeper.dropped)
         if reason is not None:
-            return Outcome(Confirmation("not_replayed", reason))
+            return Outcome(Confirmation("not_replayed", reason), ran=False)
         stage = _Stage(self._session)
         modules = {id(module): module for call in kept for module, _ in call.training}
         try:
@@ -90,6 +95,8 @@ def _obstacle(kept: Sequence[Kept], dropped: int) -> str | None:
             return reason
         if any(hasattr(p, "to_local") for m, _ in call.training for p in m._parameters.values()):
             return "the model's parameters are sharded (DTensor)"
+        if any(isinstance(m, torch.jit.ScriptModule) for m, _ in call.training):
+            return "a part of the model is scripted (torch.jit): it cannot run on copies of its buffers"
     return None
 
 
@@ -100,7 +107,7 @@ class _Stage:
         self._recorded = session.rows
         clock = Clock(session.clock.step)
         clock.micro_step = session.clock.micro_step
-        self._session = Session(session.names, Schedule(1, None, None), clock, RowBuffer(0), Statistics())
+        self._session = Session(session.names, Schedule(1, None, None), clock, RowBuffer(0), session.statistics.anew())
         self._graph = GraphGradients(self._session)
         self._calls = Calls(self._session, self, lambda entry, evaluating, goes_on: None, discover=False)
         self._nodes = BackwardNodes(self._call_of)
@@ -109,7 +116,8 @@ class _Stage:
         self._forward: list[Birth] = []
         self._difference: str | None = None
         self._anomaly: AnomalySays | None = None
-        self._first_row: int | None = None
+        self._backward_from: int | None = None
+        self._is_cut_off = False
 
     @property
     def births(self) -> list[Birth]:
@@ -130,19 +138,20 @@ class _Stage:
 
     def run(self, kept: Kept) -> None:
         """Replay one call, forward and, where gradients had arrived, backward."""
-        self._first_row = kept.rows_from if self._first_row is None else self._first_row
         kept.rng.restore()
         for module, training in kept.training:
             module.training = training
-        recorded = self._recorded.between(kept.rows_from, kept.rows_to)
+        rows = kept.rows
+        recorded = _of(kept, self._recorded.between(kept.rows_from, kept.rows_to) if rows is None else rows)
         self._count_like(recorded)
         start = self._session.rows.position
         copies = {key: copy.clone() for key, copy in kept.buffers.items()}
         memory = Memory(copies.values())
-        with swapped_buffers([module for module, _ in kept.training], copies):
+        with swapped_buffers(kept.held, copies):
             outputs = self._run_forward(kept, memory)
-            difference = first_difference(_forward(recorded), _forward(self._session.rows.between(start)))
-            self._difference = self._difference or difference
+            self._resolve()
+            seen = _of(kept, self._session.rows.between(start))
+            self._difference = self._difference or first_difference(_forward(recorded), _forward(seen))
             self._run_backward(kept, memory, outputs)
         if memory.refusal is not None:  # also where the model's own code has swallowed it
             raise memory.refusal
@@ -151,12 +160,13 @@ class _Stage:
 
     def _run_forward(self, kept: Kept, memory: Memory) -> Found:
         ops = self._ops = ForwardOps(memory, self._calls.place_now, _call_module.__code__)
-        interception.add(self._calls)
+        observer = _OfThisThread(self._calls)
+        interception.add(observer)
         try:
             with _as_it_was(kept), ops:
                 result = _call_module(kept.module, kept.args, kept.kwargs)
         finally:
-            interception.remove(self._calls)
+            interception.remove(observer)
             self._ops = None
             _below(kept.lines, ops.births)
             self._forward += ops.births
@@ -198,6 +208,9 @@ class _Stage:
         if not pairs:
             return
         heads, gradients = [value for value, _ in pairs], [gradient for _, gradient in pairs]
+        if self._backward_from is None or kept.backward_from < self._backward_from:
+            self._backward_from = kept.backward_from
+        self._is_cut_off = self._is_cut_off or kept.cut_off
         inputs = _differentiable(kept)
         known = len(self._nodes.births)
         with Guard(memory, _call_module.__code__), torch.enable_grad():
@@ -205,6 +218,7 @@ class _Stage:
                 self._nodes.watch(heads)
                 torch.autograd.grad(heads, inputs, gradients, retain_graph=True, allow_unused=True)
             self._graph.backward_ended()
+            self._resolve()
             above = len(lines_of(callers()))  # the stack of a node begins with the frames that led to this replay
             _below(kept.lines, self._nodes.births[known:], above)
             self._session.capturing = False
@@ -215,8 +229,35 @@ class _Stage:
     def _difference_in_backward(self) -> str | None:
         replayed = _backward(self._session.rows.between(0))
         owners = {row.owner.root for row in replayed}
-        recorded = _backward(self._recorded.between(self._first_row or 0))
-        return any_difference([row for row in recorded if row.owner.root in owners], replayed)
+        recorded = _backward(self._recorded.between(self._backward_from or 0))
+        expected = [row for row in recorded if row.owner.root in owners]
+        return any_difference(expected, replayed, all_of_it=not self._is_cut_off)
+
+    def _resolve(self) -> None:
+        with quiet():
+            self._session.statistics.resolve()
+
+
+class _OfThisThread:
+    """Lets an observer see the calls of one thread; others may go on training in the meantime."""
+
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
+        self._thread = threading.get_ident()
+
+    def around(self, call: Call) -> Call:
+        """Return the function that stands in for ``nn.Module.__call__``."""
+        observed = self._observer.around(call)
+
+        def __call__(*args: Any, **kwargs: Any) -> Any:
+            return (observed if threading.get_ident() == self._thread else call)(*args, **kwargs)
+
+        return __call__
+
+
+def _of(kept: Kept, rows: Sequence[Row]) -> list[Row]:
+    """Return those rows that a call has left; another thread's may lie in between."""
+    return [row for row in rows if getattr(row.owner, "root", None) is kept.root]
 
 
 def _call_module(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -116,14 +116,20 @@ class Statistics:
         Raises:
             Unmeasurable: see ``measure``.
         """
-        key = id(tensor)
-        known = self._seen.get(key)
+        known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == tensor._version:
             return known[2]
         measure = self.measure(tensor)
         if not tensor.is_inference():
-            self._seen[key] = (weakref.ref(tensor), tensor._version, measure)
+            self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, measure)
         return measure
+
+    def known(self, tensor: Tensor) -> Measure | None:
+        """Return the measure of a tensor that has been seen in its present version, if its numbers are here."""
+        seen = self._seen.get(id(tensor))
+        if seen is None or seen[0]() is not tensor or seen[1] != tensor._version or seen[2].pending:
+            return None
+        return seen[2]
 
     def measure(self, tensor: Tensor) -> Measure:
         """Return the measure of ``tensor``. To be called with grad mode off.

@@ -188,7 +188,7 @@ class Tracer:
             agreement=Agreement(keeper, session.is_finite),
             verdict_command=lambda: f"gradtrace first-nan {self.path}",
         )
-        passes = Passes(keeper, watchman, self._loss, self._capsule)
+        passes = Passes(session.rows, keeper, watchman, self._loss, self._capsule)
         steps = self._steps = Steps(
             session, self._parameters, self._graph.never_fired, forget, passes, self._step_begins
         )

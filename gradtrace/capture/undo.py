@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gradtrace.capture.kept import Held
 from gradtrace.capture.rng import Rng
 
-_CONTAINERS = (list, dict, set, deque)
+_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+_SEQUENCES = (list, deque)
+_DEEPEST = 6
 _HUSH: Any = ("ignore", None, Warning, None, 0)
 
 
@@ -43,40 +46,52 @@ def undone(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _keep(module: nn.Module) -> Callable[[], None]:
     """Return a function that gives the module back the attributes that it has now."""
-    attributes = dict(module.__dict__)
-    contents = {name: _copy(value) for name, value in attributes.items() if type(value) in _CONTAINERS}
-    held = {name: dict(attributes[name]) for name in ("_parameters", "_buffers", "_modules")}
+    kept: list[tuple[Any, Any]] = []
+    _keep_container(module.__dict__, kept, 0)
 
     def restore() -> None:
-        if not _same(module.__dict__, attributes):
-            module.__dict__.clear()
-            module.__dict__.update(attributes)
-        for name, then in (contents | held).items():
-            _refill(attributes[name], then)
+        for container, then in kept:
+            _refill(container, then)
 
     return restore
 
 
-def _copy(container: Any) -> Any:
-    return dict(container) if isinstance(container, dict) else list(container)
+def _keep_container(container: Any, kept: list[tuple[Any, Any]], depth: int) -> None:
+    """Add a plain container and those inside of it, with what they hold now."""
+    kind = type(container)
+    if kind in _MAPPINGS:
+        kept.append((container, dict(container)))
+        inside = list(container.values())
+    elif kind in _SEQUENCES:
+        inside = list(container)
+        kept.append((container, inside))
+    elif kind is set:
+        kept.append((container, set(container)))
+        return
+    else:
+        return
+    if depth < _DEEPEST:
+        for value in inside:
+            _keep_container(value, kept, depth + 1)
 
 
 def _refill(container: Any, then: Any) -> None:
-    if isinstance(container, dict):
+    if type(container) in _SEQUENCES:
+        if len(container) != len(then) or any(a is not b for a, b in zip(container, then, strict=True)):
+            container.clear()
+            container.extend(then)
+    elif isinstance(then, dict):
         if not _same(container, then):
             container.clear()
             container.update(then)
-    elif isinstance(container, set):
-        if container.symmetric_difference(then):
-            container.clear()
-            container.update(then)
-    elif len(container) != len(then) or any(a is not b for a, b in zip(container, then, strict=True)):
+    elif container != then:
         container.clear()
-        container.extend(then)
+        container.update(then)
 
 
 def _same(now: Mapping[Any, Any], then: Mapping[Any, Any]) -> bool:
-    return len(now) == len(then) and all(key in now and now[key] is value for key, value in then.items())
+    """Whether both hold the same things in the same order."""
+    return list(now) == list(then) and all(now[key] is value for key, value in then.items())
 
 
 @contextlib.contextmanager
@@ -91,20 +106,25 @@ def _hushed() -> Iterator[None]:
     try:
         yield
     finally:
-        filters.remove(_HUSH)
+        with contextlib.suppress(ValueError):  # the block has reset them
+            filters.remove(_HUSH)
 
 
 @contextlib.contextmanager
-def swapped_buffers(modules: Iterable[nn.Module], copies: Mapping[int, Tensor]) -> Iterator[None]:
-    """Let the modules hold copies of their buffers; ``copies`` are by the id of the buffer."""
-    swapped = []
+def swapped_buffers(held: Held, copies: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let modules hold what they held then, but copies of their buffers; ``copies`` are by the id of the buffer."""
+    now = [dict(part) for part, _ in held]
     try:
-        for module in modules:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and id(buffer) in copies:
-                    swapped.append((module, name, buffer))
-                    module._buffers[name] = copies[id(buffer)]
+        for part, then in held:
+            _put(part, {name: copies.get(id(tensor), tensor) for name, tensor in then.items()})
         yield
     finally:
-        for module, name, buffer in swapped:
-            module._buffers[name] = buffer
+        for (part, _), before in zip(held, now, strict=True):
+            _put(part, before)
+
+
+def _put(part: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Fill a dictionary anew; another thread that looks at it finds every name at any time, if none has changed."""
+    if list(part) != list(wanted):
+        part.clear()
+    part.update(wanted)

@@ -179,6 +179,11 @@ def test_without_options_every_step_goes_to_the_default_path_and_an_older_run_is
         "first_step": 0,
         "include": (),
         "exclude": (),
+        "replays": 3,
+        "on_nonfinite": "continue",
+        "loss_lines": True,
+        "op_steps": None,
+        "capsule_limit": 2**30,
         "existing": "move_aside",
         "command": ["train.py", "--lr", "3e-4", "--help"],
     }
@@ -198,6 +203,15 @@ def test_every_option_reaches_the_tracer(directory):
         "x.0",
         "--engine",
         "hooks",
+        "--replays",
+        "1",
+        "--on-nonfinite",
+        "stop",
+        "--no-loss-lines",
+        "--op-steps",
+        "6:8",
+        "--capsule-limit",
+        "1.5MB",
     ]
     variables = os.environ | {"PYTHONPATH": str(STUBS)}
 
@@ -218,9 +232,29 @@ def test_every_option_reaches_the_tracer(directory):
         "first_step": 7,
         "include": ("x.*", "y"),
         "exclude": ("x.0",),
+        "replays": 1,
+        "on_nonfinite": "stop",
+        "loss_lines": False,
+        "op_steps": (6, 8),
+        "capsule_limit": 1_500_000,
         "existing": "refuse",
         "command": ["-m", "pkg", "-x"],
     }
+
+
+@pytest.mark.parametrize(
+    ("options", "limit"),
+    [(("--no-capsule",), 0), (("--capsule-limit", "0"), 0), (("--capsule-limit", "2 GiB"), 2**31)],
+)
+def test_a_capsule_can_be_left_out_and_its_size_limited(directory, options, limit):
+    assert started_with(record(directory, "import torch", *options))["capsule_limit"] == limit
+
+
+@pytest.mark.parametrize("size", ["big", "1XB", "-1", ""])
+def test_what_is_no_size_is_said(directory, size):
+    done = record(directory, "import torch", f"--capsule-limit={size}")
+    assert done.returncode == 2
+    assert f"{size!r} is no size, as in 500MB or 1GiB" in done.stderr
 
 
 @pytest.mark.parametrize(("text", "steps"), [("5:", (5, None)), (":20", (None, 20)), ("0:1", (0, 1))])
@@ -318,6 +352,12 @@ def words(*, size=61_300_000, path="run.parquet", only_steps=None, **changes):
         every=1,
         first_step=0,
         engine="graph",
+        replays=3,
+        on_nonfinite="continue",
+        no_loss_lines=False,
+        op_steps=None,
+        capsule_limit=2**30,
+        no_capsule=False,
         quiet=False,
         **options,
     )

@@ -176,8 +176,11 @@ def test_an_incident_is_told_and_the_older_run_kept(tmp_path):
     assert done.returncode == 5
     lines = done.stderr.splitlines()
     assert lines[0] == "gradtrace: moved the older run.parquet to run.1.parquet"
-    assert lines[1].startswith("gradtrace: wrote run.parquet: 4 steps, 1 of 1 module, ")
-    assert lines[2:] == ["gradtrace: 1 incident; see: gradtrace first-nan run.parquet"]
+    told = "gradtrace: warning: step 2: gradients not finite; first non-finite: (root), grad_output 0"
+    assert lines[1] == told
+    assert lines[2].startswith("gradtrace: note: the failing step is saved beside the run in run.capsule.pt (")
+    assert lines[3].startswith("gradtrace: wrote run.parquet: 4 steps, 1 of 1 module, ")
+    assert lines[4:] == ["gradtrace: 1 incident; see: gradtrace first-nan run.parquet"]
     assert (tmp_path / "run.1.parquet").read_text() == "an older run"
     assert info_of(tmp_path / "run.parquet").end == "exit 5"
 
