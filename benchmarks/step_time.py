@@ -2,21 +2,26 @@
 
     python -m benchmarks.step_time --pairs 7
 
-Blocks of plain and recorded steps take turns in one process; a ratio is that of two neighbouring blocks, so a
-machine that slows down meanwhile slows both. Needs torchvision and transformers.
+The first two are the scripts of the integration tests as they are, the others the same scripts in other sizes; a toy
+is one whose operations are so small that fixed costs are most. Blocks of plain and recorded steps take turns in one
+process; a ratio is that of two neighbouring blocks, so a machine that slows down meanwhile slows both. Needs
+torchvision and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import platform
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from torch import nn
@@ -39,46 +44,31 @@ class Result(NamedTuple):
     bytes: float
 
 
-def resnet18(batch: int, side: int) -> tuple[nn.Module, Step]:
-    """Return torchvision's resnet18 and one step of its training on random images."""
-    from torchvision.models import resnet18 as make
+def of_script(name: str, *sizes: str) -> tuple[nn.Module, Step]:
+    """Return the model of a script of the integration tests and one step of its training.
 
-    model = make(num_classes=10)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    images, labels = torch.randn(batch, 3, side, side), torch.randint(10, (batch,))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-
-    return model, step
+    ``sizes`` are options of the script; without them it is the size that the tests have.
+    """
+    spec = importlib.util.spec_from_file_location(Path(name).stem, SCRIPTS / name)
+    if spec is None or spec.loader is None:
+        raise SystemExit(f"no such script: {name}")
+    script = importlib.util.module_from_spec(spec)
+    with mock.patch.object(sys, "argv", [name, "--steps", "0", *sizes]):
+        spec.loader.exec_module(script)
+    return script.model, script.step
 
 
-def gpt2(batch: int, length: int, width: int, depth: int) -> tuple[nn.Module, Step]:
-    """Return a GPT-2 built from a config and one step of its training on random tokens."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    heads = max(2, width // 64)
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = GPT2Config(vocab_size=1000, n_positions=length, n_embd=width, n_layer=depth, n_head=heads, **special)
-    model = GPT2LMHeadModel(config)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    tokens = torch.randint(1000, (batch, length))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
-        optimizer.step()
-
-    return model, step
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Step]]] = {
-    "resnet18, 4 images of 64 x 64": lambda: resnet18(4, 64),
-    "resnet18, 8 images of 224 x 224": lambda: resnet18(8, 224),
-    "GPT-2, 2 layers of 32, 2 x 16 tokens": lambda: gpt2(2, 16, 32, 2),
-    "GPT-2, 6 layers of 256, 8 x 128 tokens": lambda: gpt2(8, 128, 256, 6),
+SCRIPTS = Path(__file__).parents[1] / "tests" / "integrations" / "scripts"
+_STABLE = "--lr 0.001"  # more steps than the tests have, and an incident would be measured too
+_TOY_GPT2 = "--batch 2 --length 16 --longest-prompt 12 --width 32 --layers 2 --vocabulary 1000"
+_LARGE_GPT2 = "--batch 8 --length 128 --longest-prompt 96 --width 256 --layers 6 --vocabulary 1000"
+MODELS: dict[str, tuple[str, str]] = {
+    "resnet18, 8 images of 112 x 112": ("resnet18.py", _STABLE),
+    "GPT-2, 4 layers of 192, 4 x 64 tokens": ("gpt2.py", ""),
+    "resnet18, 8 images of 224 x 224": ("resnet18.py", f"--side 224 {_STABLE}"),
+    "GPT-2, 6 layers of 256, 8 x 128 tokens": ("gpt2.py", _LARGE_GPT2),
+    "toy: resnet18, 4 images of 64 x 64": ("resnet18.py", f"--batch 4 --side 64 {_STABLE}"),
+    "toy: GPT-2, 2 layers of 32, 2 x 16 tokens": ("gpt2.py", _TOY_GPT2),
 }
 
 
@@ -101,10 +91,9 @@ def time_steps(step: Step, count: int) -> Block:
     return Block(statistics.median(times), 1000 * (time.process_time() - cpu) / count)
 
 
-def compare(make: Callable[[], tuple[nn.Module, Step]], pairs: int, count: int, folder: Path) -> Result:
+def compare(script: str, sizes: str, pairs: int, count: int, folder: Path) -> Result:
     """Measure pairs of blocks of steps, plain and recorded in turn."""
-    torch.manual_seed(0)
-    model, step = make()
+    model, step = of_script(script, *sizes.split())
     path = folder / "run.parquet"
     plain: list[Block] = []
     recorded: list[Block] = []
@@ -144,11 +133,11 @@ def main() -> None:
     print(f"{platform.machine()}, {cores}, torch {torch.__version__}, Python {platform.python_version()}\n")
     print("| model | plain | recorded | ratio | lowest to highest | CPU time | records a step | bytes a record |")
     print("|---|---|---|---|---|---|---|---|")
-    for name, make in MODELS.items():
+    for name, (script, sizes) in MODELS.items():
         if args.model not in name:
             continue
         with tempfile.TemporaryDirectory() as folder:
-            it = compare(make, args.pairs, args.steps, Path(folder))
+            it = compare(script, sizes, args.pairs, args.steps, Path(folder))
         print(
             f"| {name} | {it.plain:.1f} ms | {it.recorded:.1f} ms | {it.ratio:.2f}x "
             f"| {it.lowest:.2f} to {it.highest:.2f} | {it.cpu:.2f}x | {it.records:.0f} | {it.bytes:.1f} |",

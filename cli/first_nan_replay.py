@@ -33,6 +33,8 @@ def operation(birth: Birth) -> Iterator[tuple[str, str]]:
 def replay(explanation: Explanation) -> Iterator[tuple[str, str]]:
     """Yield label and text of the lines on the term of the loss and on how the replay went."""
     went = explanation.confirmation
+    if explanation.birth is None and explanation.met_at is not None:
+        yield "met at", _shown(explanation.met_at)
     if went.term:
         yield "term", went.term.removeprefix("term ")
     if not explanation.recorded:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from gradtrace.capture.tracer import trace as trace
     from gradtrace.errors import GradtraceError as GradtraceError
     from gradtrace.errors import GradtraceWarning as GradtraceWarning
+    from gradtrace.errors import NonFiniteError as NonFiniteError
 
 _HOME = {
     "RecheckResult": "gradtrace.capture.recheck",
@@ -32,6 +33,7 @@ _HOME = {
     "trace": "gradtrace.capture.tracer",
     "GradtraceError": "gradtrace.errors",
     "GradtraceWarning": "gradtrace.errors",
+    "NonFiniteError": "gradtrace.errors",
 }
 
 __all__ = ["__version__", *sorted(_HOME)]

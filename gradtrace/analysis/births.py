@@ -82,15 +82,21 @@ class Explanation:
             return None
         return self.confirmation.anomaly_op == self.birth.op
 
+    @property
+    def met_at(self) -> SourceLine | None:
+        """Where a value first was met that no operation had made."""
+        return self.confirmation.place[-1] if self.confirmation.place else None
+
     def to_dict(self) -> dict[str, Any]:
         """Return the keys of ``first-nan --json`` that a replay fills."""
         birth, went = self.birth, self.confirmation
-        location = birth.location if birth else None
+        traceback = birth.detail.traceback if birth else went.place
+        location = birth.location if birth else self.met_at
         return {
             "op": birth.op if birth else None,
             "op_kind": birth.kind if birth else None,
             "location": _frame(location) if location else None,
-            "traceback": [_frame(line) for line in birth.detail.traceback] if birth else [],
+            "traceback": [_frame(line) for line in traceback],
             "term": went.term,
             "confirmation": {
                 "status": went.status,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from gradtrace.capture.agreement import Agreement
 from gradtrace.capture.births import Birth
@@ -123,7 +123,7 @@ class Watchman:
         if not self.is_suspicious:
             return False
         names, step = self._session.names, self._session.clock.likely_step
-        bad = self._bad_rows()
+        bad = self._bad_rows_here()
         roots = {root.name for root in names.roots}
         records = [record_of(row, step, 0) for row in bad]
         reached = tuple(IncidentFinder(roots).reached_before_update(records, skipped=skipped))
@@ -172,6 +172,12 @@ class Watchman:
             if row.source is None and row.measure is not None and not (row.pending or row.measure.finite)
         ]
 
+    def _bad_rows_here(self) -> list[Row]:
+        """Leave out what another thread is in the middle of: it is looked at when its pass has ended."""
+        elsewhere = self._keeper.roots_elsewhere
+        rows = self._bad_rows()
+        return [row for row in rows if row.owner and _root_of(row) not in elsewhere] if elsewhere else rows
+
     def _first(self, bad: Sequence[Row]) -> Row:
         step = self._session.clock.step
         fresh = (
@@ -192,10 +198,10 @@ class Watchman:
             return  # nothing new: what the incident began with has been written
         in_loss = self._loss()
         for birth in [*in_loss.births, *outcome.births]:
-            self._write(birth)
+            self._write(birth, first.micro_step)
         if in_loss.reason is not None and not outcome.births:
             said = replace(said, reason="; ".join(filter(None, (said.reason, in_loss.reason))))
-        self._event("replay", replace(said, term=in_loss.term).to_json())
+        self._event("replay", replace(said, term=in_loss.term, place=in_loss.place).to_json())
 
     def _replay(self, first: Row, *, is_fatal: bool) -> Outcome:
         key = _key(first)
@@ -219,14 +225,19 @@ class Watchman:
             return outcome
         return Outcome(Confirmation("not_replayed", reason))
 
-    def _write(self, birth: Birth) -> None:
-        rows, micro = self._session.rows, self._session.clock.micro_step
+    def _write(self, birth: Birth, micro: int) -> None:
+        rows = self._session.rows
         source = (birth.op, *birth.where)
         for tensor, path, measure, detail in birth.rows():
             rows.append(micro, "replay", birth.owner, birth.call, tensor, path, measure, detail=detail, source=source)
 
     def _event(self, name: str, words: str) -> None:
         self._session.rows.append(self._session.clock.micro_step, "event", None, None, name, "", None, words)
+
+
+def _root_of(row: Row) -> Any:
+    """Return the root of the module, or of the tensor's module, that a row belongs to."""
+    return getattr(getattr(row.owner, "owner", row.owner), "root", None)
 
 
 def _key(row: Row) -> _Key:

@@ -8,8 +8,9 @@ here runs anything again.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -53,7 +54,7 @@ class Alive:
         self.kept = kept
 
 
-@dataclass
+@dataclass(eq=False)
 class Kept:
     """One root call in grad mode whose outputs have a graph.
 
@@ -83,6 +84,7 @@ class Kept:
     """What the call has left, where it is written already."""
     backward_from: int = 0
     cut_off: bool = False
+    thread: int = field(default_factory=threading.get_ident)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     trouble: str | None = None
     over: bool = False
@@ -108,7 +110,8 @@ class Kept:
         elif gradient.numel() * gradient.element_size() > MOST_GRADIENT_BYTES:
             self.trouble = f"the gradient of output {path} has more than {MOST_GRADIENT_BYTES // 2**20} MiB"
         else:
-            self.gradients[path] = gradient.detach()
+            with quiet():
+                self.gradients[path] = gradient.detach()
 
     @property
     def was_reached(self) -> bool:
@@ -134,7 +137,8 @@ class Keeper:
     """Keeps the root calls of the pass in flight; ``drop`` lets them go."""
 
     def __init__(self, on_kept: Callable[[Kept], None] = lambda kept: None) -> None:
-        self.calls: list[Kept] = []
+        self._calls: list[Kept] = []
+        self._training: set[int] = set()
         self.obstacle: str | None = None
         """Why no call is ever kept, if that is so."""
         self._on_kept = on_kept
@@ -142,6 +146,19 @@ class Keeper:
         self._modules: weakref.WeakKeyDictionary[Root, tuple[int, list[weakref.ref[nn.Module]]]]
         self._modules = weakref.WeakKeyDictionary()
         self._copies: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+
+    @property
+    def calls(self) -> list[Kept]:
+        """The calls that a pass of this thread may come by: not those of another thread that trains by itself."""
+        here = threading.get_ident()
+        return [kept for kept in self._calls if kept.thread == here or kept.thread not in self._training]
+
+    @property
+    def roots_elsewhere(self) -> set[Root]:
+        """The roots that only another thread is training at the moment."""
+        mine = self.calls
+        others = {kept.root for kept in self._calls if not any(kept is own for own in mine)}
+        return others - {kept.root for kept in mine}
 
     def call_begins(
         self,
@@ -153,7 +170,7 @@ class Keeper:
     ) -> Kept | None:
         """Keep what is gone once the call has run; ``known`` is the number of modules that have a name so far."""
         self._let_go_of_given_up()
-        if len(self.calls) >= MOST_CALLS:
+        if len(self._calls) >= MOST_CALLS:
             self.dropped += 1
             return None
         modules = self._modules_of(entry.root, known)
@@ -165,7 +182,7 @@ class Keeper:
                 kept_args,
                 kept_kwargs,
                 _versions(modules, tensors_in_arguments(kept_args, kept_kwargs)),
-                Rng.now(),
+                Rng.now(quickly=True),
                 tuple(_autocast_state()),
                 [(m, m.training) for m in modules],
                 self._copies_of_buffers(modules),
@@ -174,13 +191,13 @@ class Keeper:
                 callers(),
                 _active_reducer(),
             )
-        self.calls.append(kept)
+        self._calls.append(kept)
         self._on_kept(kept)
         return kept
 
     def forget(self, kept: Kept) -> None:
         """Let go of one call: it raised, or nothing can flow back into it."""
-        self.calls = [other for other in self.calls if other is not kept]
+        self._calls = [other for other in self._calls if other is not kept]
 
     def returned(self, kept: Kept, position: int, *, has_graph: bool) -> Alive | None:
         """Note that a call has returned; its graph is to hold what comes back."""
@@ -193,7 +210,8 @@ class Keeper:
         return alive
 
     def backward_begins(self, position: int) -> None:
-        """A pass begins; the rows from ``position`` on are its."""
+        """A pass begins in this thread; the rows from ``position`` on are its."""
+        self._training.add(threading.get_ident())
         for kept in self.calls:
             if not kept.was_reached:
                 kept.backward_from = position
@@ -205,9 +223,7 @@ class Keeper:
 
     def pass_ended(self) -> None:
         """Let go of the calls that a pass has been through; one that waits for a later pass (a GAN's) stays."""
-        waiting = [kept for kept in self.calls if not kept.was_reached and kept.can_be_reached]
-        self._let_go(kept for kept in self.calls if kept not in waiting)
-        self.calls = waiting
+        self._let_go([kept for kept in self.calls if kept.was_reached or not kept.can_be_reached])
         self.dropped = 0
 
     def step_ends(self, rows: RowBuffer) -> None:
@@ -221,15 +237,15 @@ class Keeper:
 
     def drop(self) -> None:
         """Let go of all calls."""
-        self._let_go(self.calls)
-        self.calls = []
+        self._let_go(self._calls)
         self.dropped = 0
 
-    @staticmethod
-    def _let_go(calls: Iterable[Kept]) -> None:
+    def _let_go(self, calls: Sequence[Kept]) -> None:
         for kept in calls:
             kept.over = True
             kept.gradients.clear()
+        gone = set(map(id, calls))
+        self._calls = [kept for kept in self._calls if id(kept) not in gone]
 
     def _let_go_of_given_up(self) -> None:
         """Let go of calls, such as those of an evaluation in grad mode, through which no pass will go any more.
@@ -253,7 +269,7 @@ class Keeper:
         copies: dict[int, Tensor] = {}
         for module in modules:
             for buffer in module._buffers.values():
-                if buffer is not None and id(buffer) not in copies:
+                if buffer is not None and id(buffer) not in copies and not nn.parameter.is_lazy(buffer):
                     copies[id(buffer)] = self._copy_of(buffer)
         return copies
 
@@ -281,7 +297,8 @@ def _alias(value: Any) -> Any:
 
 def _versions(modules: Iterable[nn.Module], found: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, int]]:
     tensors = [tensor for _, tensor in found]
-    tensors += [p for module in modules for p in module._parameters.values() if p is not None]
+    parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    tensors += [p for p in parameters if not nn.parameter.is_lazy(p)]
     return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 

@@ -100,7 +100,7 @@ class ParameterWatch:
     def _is_in_use(self, parameter: Tensor) -> bool:
         entry = self._session.names.parameter(parameter)
         module = None if entry is None else entry.owner.ref()
-        return entry is not None and module is not None and module._parameters.get(entry.name) is parameter
+        return entry is not None and module is not None and _parameter_of(module, entry.name) is parameter
 
     def _owned_by_others(self, optimizer: Optimizer) -> set[int]:
         others = {id(p) for other in list(self._optimizers) if other is not optimizer for p in parameters_of(other)}
@@ -167,3 +167,8 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _state_key(entry: TensorEntry) -> _StateKey:
     return entry.owner, entry.name
+
+
+def _parameter_of(module: nn.Module, name: str) -> Tensor | None:
+    """Return a module's parameter; a scripted module's are in no dictionary."""
+    return next((parameter for key, parameter in module._parameters.items() if key == name), None)

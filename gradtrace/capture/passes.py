@@ -29,7 +29,7 @@ class Passes:
 
     def call_begins(self, goes_on: Callable[[], bool]) -> None:
         """An outermost call begins; unless it goes on with the graph, what came before may have been given up."""
-        if self._watchman.is_suspicious and not self._is_scaled and not goes_on():
+        if self._watchman.is_suspicious and not (self._is_scaled or goes_on()):
             self._watchman.look()
 
     def loss_scaled(self) -> None:

@@ -65,7 +65,8 @@ class Confirmation:
 
     ``reason`` says why it was not reproduced or not replayed. ``anomaly_op`` and ``anomaly_output`` are the node
     and the number of its output that anomaly detection named, None where it had nothing to say. ``term`` is the
-    addend of the loss that was non-finite, as its source line or its operation.
+    addend of the loss that was non-finite, as its source line or its operation. ``place`` is where the loss code first
+    met a value that no operation of it had made, the innermost frame last.
     """
 
     status: Status
@@ -74,6 +75,7 @@ class Confirmation:
     anomaly_output: int | None = None
     anomaly_message: str | None = None
     term: str | None = None
+    place: tuple[SourceLine, ...] = ()
 
     def to_json(self) -> str:
         """Return the document that ``from_json`` reads."""
@@ -84,7 +86,8 @@ class Confirmation:
         """Read what ``to_json`` wrote; anything else gives a replay that did not happen."""
         values = _object(text)
         known = {key: values[key] for key in cls.__dataclass_fields__ if key in values}
-        return cls(**{"status": "not_replayed", **known})
+        place = tuple(SourceLine(*frame) for frame in known.get("place", ()))
+        return cls(**{"status": "not_replayed", **known, "place": place})
 
 
 def _object(text: str | None) -> dict[str, Any]:

@@ -461,3 +461,16 @@ def test_a_later_step_explains_nothing_where_the_first_of_them_mattered(tmp_path
         answer = first_nan(run).to_dict()
     assert (answer["step"], answer["op"]) == (1, None)
     assert answer["confirmation"]["reason"] == "the recording holds no replay of this step"
+
+
+def test_without_an_operation_the_place_is_where_the_loss_code_met_the_value(tmp_path: Path) -> None:
+    rows = Rows()
+    forward(rows)
+    rows.scalar("loss", "loss", None, nan_count=1)
+    place = (SourceLine("train.py", 3, "<module>", "main()"), SourceLine("train.py", 9, "loss", "total = a * weights"))
+    rows.replay("reproduced", "operand other of MulBackward0 was non-finite already", place=place)
+    with open_rows(tmp_path, rows) as run:
+        found = first_nan(run).to_dict()
+    assert (found["phase"], found["op"]) == ("loss", None)
+    assert found["location"] == {"file": "train.py", "line": 9, "function": "loss", "code": "total = a * weights"}
+    assert [frame["line"] for frame in found["traceback"]] == [3, 9]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -158,3 +159,96 @@ def test_options_that_make_no_sense_are_refused(tmp_path: Path) -> None:
         gradtrace.trace(None, tmp_path / "run.parquet", on_nonfinite="halt")  # type: ignore[arg-type]
     with pytest.raises(gradtrace.errors.CaptureError, match="replays cannot be -1"):
         gradtrace.trace(None, tmp_path / "run.parquet", replays=-1)
+
+
+# A run that ends, and errors on their way -----------------------------------------------------------------------
+
+
+def test_a_run_that_ends_with_an_incident_is_finished_and_not_stopped(tmp_path: Path) -> None:
+    model, path = Root(), tmp_path / "run.parquet"
+    with (
+        pytest.warns(GradtraceWarning, match="step 0: the model's output not finite"),
+        gradtrace.trace(model, path, on_nonfinite="stop") as tracer,
+    ):
+        model(NEGATIVE)
+    assert tracer.info.end == "completed"
+    assert [event[:2] for event in events(path)] == [(0, "incident")]
+
+
+def test_an_error_that_the_script_raises_itself_comes_through(tmp_path: Path) -> None:
+    model, path = Root(), tmp_path / "run.parquet"
+    with (
+        pytest.warns(GradtraceWarning),
+        pytest.raises(ValueError, match="the loss is nan"),
+        gradtrace.trace(model, path, on_nonfinite="stop") as tracer,
+    ):
+        if model(NEGATIVE).sum().isnan():
+            raise ValueError("the loss is nan")
+    assert tracer.info.end == "exception ValueError"
+    with gradtrace.open_run(path) as run:
+        (detail,) = run.execute("SELECT detail FROM records WHERE tensor = 'replay'").fetchone()
+    assert '"reproduced"' in detail
+
+
+@pytest.mark.parametrize("on_nonfinite", ["continue", "stop"])
+def test_an_interrupt_during_backward_is_not_taken_over_and_nothing_is_run_again(
+    tmp_path: Path, on_nonfinite: Literal["continue", "stop"]
+) -> None:
+    model, calls = Root(), []
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            calls.append(x)
+            return self.inner(x)
+
+    def interrupt(gradient: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    model.weight.register_hook(interrupt)
+    with gradtrace.trace(Counted(), tmp_path / "run.parquet", on_nonfinite=on_nonfinite) as tracer:
+        counted = tracer._models["Counted"]
+        with pytest.raises(KeyboardInterrupt):
+            counted(NEGATIVE).sum().backward()
+        assert len(calls) == 1
+        tracer.stop_quickly("signal SIGTERM")
+    assert len(calls) == 1
+
+
+def test_what_the_users_own_anomaly_mode_raises_comes_through_and_is_explained(tmp_path: Path) -> None:
+    model, path = Root(), tmp_path / "run.parquet"
+    with (
+        gradtrace.trace(model, path, on_nonfinite="stop"),
+        pytest.warns(GradtraceWarning),
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        loss = model(NEGATIVE).sum()
+        with (
+            pytest.warns(UserWarning, match="Error detected in SqrtBackward0"),
+            pytest.raises(RuntimeError, match="'SqrtBackward0' returned nan values"),
+        ):
+            loss.backward()
+        assert torch.is_anomaly_enabled()
+    with gradtrace.open_run(path) as run:
+        (detail,) = run.execute("SELECT detail FROM records WHERE tensor = 'replay'").fetchone()
+    assert '"reproduced"' in detail
+
+
+def test_an_intermediate_value_of_a_step_that_is_recorded_by_operations_is_no_incident(tmp_path: Path) -> None:
+    class Mended(Root):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) + (x / 0 - x / 0).nan_to_num()
+
+    model, path = Mended(), tmp_path / "run.parquet"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with gradtrace.trace(model, path, op_steps=(0, 2)), warnings.catch_warnings():
+        warnings.simplefilter("error", GradtraceWarning)
+        for _ in range(2):
+            step(model, optimizer, ONE)
+    assert events(path) == []
+    with gradtrace.open_run(path) as run:
+        query = "SELECT count(*) FROM records WHERE op IS NOT NULL AND nan_count = 3"
+        assert run.execute(query).fetchone() != (0,)

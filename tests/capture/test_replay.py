@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from capture import replaying
+from capture.replaying import births, confirmations, line_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -77,33 +79,6 @@ def train(model: Everything, steps: int = 6, bad: int = 3) -> list[Any]:
     return trail
 
 
-def rows_of(path: Path, query: str) -> list[tuple[Any, ...]]:
-    with gradtrace.open_run(path) as run:
-        return run.execute(query).fetchall()
-
-
-def confirmations(path: Path) -> list[Confirmation]:
-    found = rows_of(path, "SELECT detail FROM records WHERE phase = 'event' AND tensor = 'replay' ORDER BY seq")
-    return [Confirmation.from_json(detail) for (detail,) in found]
-
-
-def births(path: Path) -> list[tuple[Any, ...]]:
-    """Return op, module, tensor, counts and detail of the births, in order."""
-    return rows_of(
-        path,
-        "SELECT op, module, tensor, nan_count, posinf_count, neginf_count, detail FROM records"
-        " WHERE phase = 'replay' AND detail IS NOT NULL ORDER BY seq",
-    )
-
-
-def line_of(mark: str, of: type | Callable[..., Any]) -> int:
-    """Return the line of this file on which the mark stands within ``of``."""
-    import inspect
-
-    lines, start = inspect.getsourcelines(of)
-    return start + next(index for index, line in enumerate(lines) if mark in line)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_replay_is_reproduced_and_nothing_of_it_shows(tmp_path: Path, reentrant: bool) -> None:
     torch.manual_seed(0)
@@ -148,9 +123,7 @@ def one_pass(model: nn.Module, x: Tensor | None = None) -> None:
 
 
 def said_of(model: nn.Module, path: Path, run: Callable[[], Any] | None = None, **options: Any) -> Confirmation:
-    with gradtrace.trace(model, path, **options):
-        (run or (lambda: one_pass(model)))()
-    return confirmations(path)[0]
+    return replaying.said_of(model, path, run or (lambda: one_pass(model)), **options)
 
 
 def test_a_broken_backward_is_reproduced_when_nothing_is_in_the_way(tmp_path: Path) -> None:
@@ -299,3 +272,120 @@ def test_each_boundary_is_replayed_once_and_the_last_replay_is_for_what_will_not
         ("reproduced", None),
         ("not_replayed", "2 of 2 replays were used by then"),
     ]
+
+
+def test_the_last_replay_is_not_spent_on_what_may_heal(tmp_path: Path) -> None:
+    model = Broken()
+
+    def forward_only() -> None:
+        model(torch.full((4,), float("nan")))
+
+    said = said_of(model, tmp_path / "run.parquet", forward_only, replays=1)
+    assert (said.status, said.reason) == (
+        "not_replayed",
+        "the last replay is kept back for an incident that does not heal",
+    )
+
+
+def test_an_obstacle_costs_no_replay(tmp_path: Path) -> None:
+    model = Broken()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def run() -> None:
+        for step in range(3):
+            x = torch.ones(4) if step != 1 else -torch.ones(4)
+            y = model(x)
+            if step == 0:
+                with torch.no_grad():
+                    model.weight.mul_(1.0)
+            y.sum().backward()
+            optimizer.zero_grad()
+            optimizer.step()
+
+    path = tmp_path / "run.parquet"
+    said_of(model, path, run, replays=2)
+    assert [(said.status, said.reason) for said in confirmations(path)] == [
+        ("not_replayed", "weights or arguments were changed in place after the forward began"),
+        ("reproduced", None),
+    ]
+
+
+def test_what_was_computed_without_a_gradient_has_no_call_to_replay(tmp_path: Path) -> None:
+    model = Broken()
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            model(torch.full((4,), float("nan")))
+
+    said = said_of(model, tmp_path / "run.parquet", evaluate)
+    assert (said.status, said.reason) == ("not_replayed", "no call of the model in grad mode is behind it")
+
+
+def test_the_engine_hooks_says_that_it_keeps_nothing(tmp_path: Path) -> None:
+    model = Broken()
+    batch = torch.ones(4, requires_grad=True)
+    said = said_of(model, tmp_path / "run.parquet", lambda: one_pass(model, batch), engine="hooks")
+    assert (said.status, said.reason) == (
+        "not_replayed",
+        "the engine hooks keeps nothing of a pass; the engine graph does",
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_scripted_part_is_a_reason(tmp_path: Path) -> None:
+    model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), Broken())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def run() -> None:
+        for scale in (0.0, 1.0):
+            optimizer.zero_grad()
+            ((model(torch.arange(8.0).reshape(2, 4)) - 1).sqrt() * scale).sum().backward()
+            optimizer.zero_grad()
+            optimizer.step()
+
+    said = said_of(model, tmp_path / "run.parquet", run)
+    assert said.status == "not_replayed"
+    assert said.reason is not None
+    assert said.reason.startswith("a part of the model is scripted (torch.jit): it cannot run on copies of its buffers")
+
+
+def test_a_gradient_that_the_script_has_spoilt_is_none_of_the_pass(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def run() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+        model.weight.grad = torch.full((1, 2), float("inf"))
+        optimizer.step()
+
+    said = said_of(model, tmp_path / "run.parquet", run)
+    reason = "the gradients were finite when they arrived: another rank's came in, or the script changed them"
+    assert (said.status, said.reason) == ("not_replayed", reason)
+
+
+def test_weights_that_are_not_finite_any_more_are_not_replayed(tmp_path: Path) -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=float("inf"))
+
+    def run() -> None:
+        for _ in range(2):  # the first step's update makes them infinite
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+
+    path = tmp_path / "run.parquet"
+    said = said_of(model, path, run)
+    assert (said.status, said.reason) == ("not_replayed", "the weights were not finite any more")
+
+
+def test_a_model_of_dtensors_is_not_replayed(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = Broken()
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        said = said_of(model, tmp_path / "run.parquet")
+    finally:
+        torch.distributed.destroy_process_group()
+    assert (said.status, said.reason) == ("not_replayed", "the model's parameters are sharded (DTensor)")
