@@ -16,10 +16,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from gradtrace.analysis.run import Run as Run
     from gradtrace.analysis.run import open_run as open_run
+    from gradtrace.capture.block import trace as trace
     from gradtrace.capture.recheck import RecheckResult as RecheckResult
     from gradtrace.capture.recheck import recheck as recheck
     from gradtrace.capture.tracer import Tracer as Tracer
-    from gradtrace.capture.tracer import trace as trace
     from gradtrace.errors import GradtraceError as GradtraceError
     from gradtrace.errors import GradtraceWarning as GradtraceWarning
     from gradtrace.errors import NonFiniteError as NonFiniteError
@@ -30,7 +30,7 @@ _HOME = {
     "Run": "gradtrace.analysis.run",
     "open_run": "gradtrace.analysis.run",
     "Tracer": "gradtrace.capture.tracer",
-    "trace": "gradtrace.capture.tracer",
+    "trace": "gradtrace.capture.block",
     "GradtraceError": "gradtrace.errors",
     "GradtraceWarning": "gradtrace.errors",
     "NonFiniteError": "gradtrace.errors",

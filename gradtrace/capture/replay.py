@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
 from gradtrace.capture import interception
-from gradtrace.capture.backward import BackwardWatch, GraphGradients
+from gradtrace.capture.backward import GraphGradients
+from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.births import Birth
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.calls import Calls, Frame

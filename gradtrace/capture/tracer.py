@@ -24,7 +24,8 @@ import gradtrace
 from gradtrace.capture import interception
 from gradtrace.capture.agreement import Agreement
 from gradtrace.capture.alarm import OnNonFinite, Watchman
-from gradtrace.capture.backward import BackwardWatch, GraphGradients
+from gradtrace.capture.backward import GraphGradients
+from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.calls import Calls
 from gradtrace.capture.capsule import capsule_path, clear_the_way
 from gradtrace.capture.capsule_watch import CapsuleWatch
@@ -337,53 +338,6 @@ class Tracer:
         at the end of the loop's body. From the first call on, optimizers no longer end steps.
         """
         self._session.guarded(self._steps.by_hand)(number)
-
-
-def trace(
-    models: Models,
-    path: str | os.PathLike[str] = "run.parquet",
-    *,
-    engine: Engine = "graph",
-    every: int = 1,
-    steps: tuple[int | None, int | None] | None = None,
-    first_step: int = 0,
-    include: Sequence[str] = (),
-    exclude: Sequence[str] = (),
-    replays: int = 3,
-    on_nonfinite: OnNonFinite = "continue",
-    loss_lines: bool = True,
-    op_steps: tuple[int | None, int | None] | None = None,
-    capsule_limit: int = 2**30,
-    overwrite: bool = False,
-) -> Tracer:
-    """Return a tracer to be used in a ``with`` statement; see ``Tracer`` for the arguments.
-
-    Example::
-
-        with gradtrace.trace(model, "run.parquet") as tracer:
-            train(model)
-        gradtrace.open_run(tracer.path).sql("select * from records where nan_count > 0")
-
-    Raises:
-        CaptureError, RunExistsError: see ``Tracer``; both when the block is entered.
-    """
-    return Tracer(
-        models,
-        path,
-        engine=engine,
-        every=every,
-        steps=steps,
-        first_step=first_step,
-        include=include,
-        exclude=exclude,
-        replays=replays,
-        on_nonfinite=on_nonfinite,
-        loss_lines=loss_lines,
-        op_steps=op_steps,
-        capsule_limit=capsule_limit,
-        existing="overwrite" if overwrite else "refuse",
-        command=list(sys.argv),
-    )
 
 
 def _range_of(steps: tuple[int | None, int | None] | None) -> range:

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import gradtrace
 from gradtrace.capture.arrivals import Arrivals
-from gradtrace.capture.backward import BackwardWatch, GraphGradients
+from gradtrace.capture.backward import GraphGradients
+from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.calls import Calls
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.log import StepLog

@@ -44,7 +44,7 @@ def test_the_public_names_are_what_they_should_be_in_any_order_of_imports(read_f
         "assert callable(gradtrace.trace), gradtrace.trace",
         "from gradtrace import trace, Tracer; from gradtrace.trace.schema import COLUMNS",
         "import gradtrace.trace.runinfo",
-        "assert trace is gradtrace.trace is sys.modules['gradtrace.capture.tracer'].trace",
+        "assert trace is gradtrace.trace is sys.modules['gradtrace.capture.block'].trace",
         "assert Tracer is gradtrace.Tracer and gradtrace.open_run and gradtrace.Run",
     ]
     done = subprocess.run(
@@ -77,7 +77,7 @@ def test_a_run_answers_while_it_is_recorded_and_after(tmp_path: Path) -> None:
         assert first_nan(gradtrace.open_run(tracer.path)).found is True
     assert path.is_file()
     assert gradtrace.open_run(tracer.path).info.end == "completed"
-    assert [p.name for p in tmp_path.iterdir()] == ["run.parquet"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run.capsule.pt", "run.parquet"]
 
 
 def test_the_file_says_what_was_recorded(tmp_path: Path) -> None:
