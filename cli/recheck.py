@@ -11,7 +11,7 @@ import click
 from gradtrace.errors import CaptureError
 
 if TYPE_CHECKING:
-    from gradtrace.capture.recheck import Part, RecheckResult
+    from gradtrace.capture.recheck.ask import Part, RecheckResult
 
 
 @click.command(
@@ -32,7 +32,7 @@ def recheck(capsule: str, script: str, args: tuple[str, ...], as_json: bool, is_
     CAPSULE is what `record` saved of the step. SCRIPT runs up to its first training step, which gets the captured
     batch, weights and random numbers, and is stopped before the optimizer. Exits with 1 unless all is finite.
     """
-    from gradtrace.capture.recheck import recheck as check
+    from gradtrace.capture.recheck.ask import recheck as check
 
     if importlib.util.find_spec("torch") is None:
         raise CaptureError("recheck needs PyTorch: pip install torch")

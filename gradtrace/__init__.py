@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from gradtrace.analysis.run import Run as Run
     from gradtrace.analysis.run import open_run as open_run
     from gradtrace.capture.block import trace as trace
-    from gradtrace.capture.recheck import RecheckResult as RecheckResult
-    from gradtrace.capture.recheck import recheck as recheck
+    from gradtrace.capture.recheck.ask import RecheckResult as RecheckResult
+    from gradtrace.capture.recheck.ask import recheck as recheck
     from gradtrace.capture.tracer import Tracer as Tracer
     from gradtrace.errors import GradtraceError as GradtraceError
     from gradtrace.errors import GradtraceWarning as GradtraceWarning
     from gradtrace.errors import NonFiniteError as NonFiniteError
 
 _HOME = {
-    "RecheckResult": "gradtrace.capture.recheck",
-    "recheck": "gradtrace.capture.recheck",
+    "RecheckResult": "gradtrace.capture.recheck.ask",
+    "recheck": "gradtrace.capture.recheck.ask",
     "Run": "gradtrace.analysis.run",
     "open_run": "gradtrace.analysis.run",
     "Tracer": "gradtrace.capture.tracer",

@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from gradtrace.capture import interception
-from gradtrace.capture.batches import Batches
 from gradtrace.capture.boundaries import tensors_in_result
-from gradtrace.capture.capsule import Capsule
-from gradtrace.capture.capsule_contents import capsule_of
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.names import ModuleEntry, Names, Root
 from gradtrace.capture.patching import Patch
-from gradtrace.capture.rng import Rng
+from gradtrace.capture.recheck.batches import Batches
+from gradtrace.capture.recheck.capsule import Capsule
+from gradtrace.capture.recheck.contents import capsule_of
+from gradtrace.capture.replay.rng import Rng
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Schedule

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import gradtrace
-from gradtrace.capture.batches import LoaderFacts, Yielded
-from gradtrace.capture.capsule import save
-from gradtrace.capture.capsule_contents import capsule_of
-from gradtrace.capture.plain import structure
+from gradtrace.capture.recheck.batches import LoaderFacts, Yielded
+from gradtrace.capture.recheck.capsule import save
+from gradtrace.capture.recheck.contents import capsule_of
+from gradtrace.capture.recheck.plain import structure
 from gradtrace.errors import CapsuleError
 from tests.failing_step import HandKept, failing_step
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.capture.op_steps import OpSteps
+from gradtrace.capture.operations.op_steps import OpSteps
 from gradtrace.capture.patching import Patch
 from gradtrace.capture.session import Session, quiet
 

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from gradtrace.capture.alarm import OnNonFinite
+from gradtrace.capture.replay.alarm import OnNonFinite
 from gradtrace.capture.tracer import Engine, Models, Tracer
 
 

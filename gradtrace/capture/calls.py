@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.interception import Call
-from gradtrace.capture.kept import Alive, Keeper, Kept
 from gradtrace.capture.names import ModuleEntry, is_wrapper
+from gradtrace.capture.replay.kept import Alive, Keeper, Kept
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.session import Session, cannot_observe, quiet
 from gradtrace.capture.statistics import _INTEGER_TYPES, Measure

@@ -16,7 +16,7 @@ from gradtrace.capture.clock import Belongs
 from gradtrace.capture.log import StepLog
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.parameters import ParameterWatch
-from gradtrace.capture.passes import Passes
+from gradtrace.capture.replay.passes import Passes
 from gradtrace.capture.session import Session, quiet
 
 _MOST_ROWS = 100_000

@@ -22,28 +22,28 @@ from torch import nn
 
 import gradtrace
 from gradtrace.capture import interception
-from gradtrace.capture.agreement import Agreement
-from gradtrace.capture.alarm import OnNonFinite, Watchman
 from gradtrace.capture.backward import GraphGradients
 from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.calls import Calls
-from gradtrace.capture.capsule import capsule_path, clear_the_way
-from gradtrace.capture.capsule_watch import CapsuleWatch
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.compiled import NOTE, EagerWhileRecording
 from gradtrace.capture.discovery import Discovery
 from gradtrace.capture.hooks import ModuleHooks, NoGradients, refuse_in_place
-from gradtrace.capture.kept import Keeper
 from gradtrace.capture.launch import Launch
 from gradtrace.capture.log import StepLog
-from gradtrace.capture.loss_lines import LossLines
-from gradtrace.capture.loss_watch import LossWatch
+from gradtrace.capture.loss.lines import LossLines
+from gradtrace.capture.loss.watch import LossWatch
 from gradtrace.capture.names import Names, unwrapped
-from gradtrace.capture.op_steps import OpRow, OpSteps
+from gradtrace.capture.operations.op_steps import OpRow, OpSteps
 from gradtrace.capture.optimizers import OptimizerWatch
 from gradtrace.capture.parameters import ParameterWatch
-from gradtrace.capture.passes import Passes
-from gradtrace.capture.replay import Replayer
+from gradtrace.capture.recheck.capsule import capsule_path, clear_the_way
+from gradtrace.capture.recheck.capsule_watch import CapsuleWatch
+from gradtrace.capture.replay.agreement import Agreement
+from gradtrace.capture.replay.alarm import OnNonFinite, Watchman
+from gradtrace.capture.replay.kept import Keeper
+from gradtrace.capture.replay.passes import Passes
+from gradtrace.capture.replay.rerun import Replayer
 from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, warn

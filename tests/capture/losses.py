@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gradtrace.capture.births import Birth
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.graph import Edge
-from gradtrace.capture.loss import LossCode, nothing_known
-from gradtrace.capture.loss_forward import LossFinding
-from gradtrace.capture.loss_region import Interval
-from gradtrace.capture.loss_values import Known
+from gradtrace.capture.loss.code import LossCode, nothing_known
+from gradtrace.capture.loss.forward import LossFinding
+from gradtrace.capture.loss.region import Interval
+from gradtrace.capture.loss.values import Known
 from gradtrace.capture.names import Names
+from gradtrace.capture.operations.births import Birth
 from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from gradtrace.capture.batches import Batches
+from gradtrace.capture.recheck.batches import Batches
 from tests.failing_step import a_session
 
 ORIGINAL = _BaseDataLoaderIter.__next__

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch import nn
 
-from gradtrace.capture.batches import LoaderFacts, Yielded
-from gradtrace.capture.capsule import FORMAT, Capsule, capsule_path, load, save
-from gradtrace.capture.capsule_contents import capsule_of, restore_rng
 from gradtrace.capture.names import Root
-from gradtrace.capture.plain import rebuild, structure, to_plain
-from gradtrace.capture.rng import Rng
-from gradtrace.capture.storages import compact, stored_bytes
+from gradtrace.capture.recheck.batches import LoaderFacts, Yielded
+from gradtrace.capture.recheck.capsule import FORMAT, Capsule, capsule_path, load, save
+from gradtrace.capture.recheck.contents import capsule_of, restore_rng
+from gradtrace.capture.recheck.plain import rebuild, structure, to_plain
+from gradtrace.capture.recheck.storages import compact, stored_bytes
+from gradtrace.capture.replay.rng import Rng
 from gradtrace.errors import CapsuleError, RunNotFoundError
 from tests.failing_step import HandKept, keep
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from gradtrace.capture.capsule import load
-from gradtrace.capture.capsule_watch import CapsuleWatch
 from gradtrace.capture.names import ModuleEntry
+from gradtrace.capture.recheck.capsule import load
+from gradtrace.capture.recheck.capsule_watch import CapsuleWatch
 from gradtrace.capture.rows import Row
 from gradtrace.capture.session import Session
 from tests.failing_step import HandKept, a_session, keep
@@ -138,7 +138,7 @@ def test_running_out_of_memory_is_said(session: Session, watch: CapsuleWatch, mo
     def full(*_: object) -> int:
         raise torch.OutOfMemoryError("out of memory\nTried to allocate")
 
-    monkeypatch.setattr("gradtrace.capture.capsule_watch.save", full)
+    monkeypatch.setattr("gradtrace.capture.recheck.capsule_watch.save", full)
     loss = row_of(session, "loss", torch.tensor(NAN))
     said = watch.incident([called(watch, "model", torch.ones(1, 2))], loss, [loss])
     assert said == "no capsule is saved: out of memory"

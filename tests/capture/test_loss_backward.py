@@ -14,8 +14,8 @@ from capture.losses import INF, counts, examine, examine_backward, leaf, new_ses
 from torch import Tensor, nn
 
 from gradtrace.capture.graph import sequence_number
-from gradtrace.capture.loss import LossCode
-from gradtrace.capture.loss_region import loss_region
+from gradtrace.capture.loss.code import LossCode
+from gradtrace.capture.loss.region import loss_region
 
 
 def test_the_slope_of_a_root_at_zero_is_infinite() -> None:

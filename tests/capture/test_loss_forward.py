@@ -24,10 +24,10 @@ from capture.losses import (
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from gradtrace.capture.loss import LossCode
-from gradtrace.capture.loss_ops import operator_of
-from gradtrace.capture.loss_region import loss_region
-from gradtrace.capture.loss_values import Known, Values
+from gradtrace.capture.loss.code import LossCode
+from gradtrace.capture.loss.ops import operator_of
+from gradtrace.capture.loss.region import loss_region
+from gradtrace.capture.loss.values import Known, Values
 
 
 def test_a_cross_entropy_whose_labels_are_all_ignored_is_a_mean_of_none() -> None:
@@ -357,7 +357,7 @@ def test_a_long_chain_is_no_trouble() -> None:
 
 
 def test_no_more_is_computed_than_a_step_can_bear(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradtrace.capture.loss_values._MOST_COMPUTED", 3)
+    monkeypatch.setattr("gradtrace.capture.loss.values._MOST_COMPUTED", 3)
     found = examine(lambda x: x.log().mean(), leaf(0.0, 1.0, 2.0, 3.0))
     assert found.finding is not None
     assert found.finding.reason is not None

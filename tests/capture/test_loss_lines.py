@@ -10,8 +10,8 @@ import torch
 from capture.losses import leaf
 from torch import Tensor
 
-from gradtrace.capture.loss_lines import LossLines
-from gradtrace.capture.node_stack import stack_of
+from gradtrace.capture.loss.lines import LossLines
+from gradtrace.capture.operations.stacks import stack_of
 
 NAME = "test_stacks_are_noted_without_their_code_which_is_looked_up_later"
 

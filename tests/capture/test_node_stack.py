@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from capture.losses import leaf, stacks
 
 import gradtrace
-from gradtrace.capture.node_stack import stack_of
+from gradtrace.capture.operations.stacks import stack_of
 from gradtrace.trace.confirmation import SourceLine
 
 

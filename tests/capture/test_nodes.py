@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from gradtrace.capture.births import MOST, Birth
 from gradtrace.capture.names import ModuleEntry, Names
-from gradtrace.capture.nodes import AnomalySays, BackwardNodes, anomaly_says, walk
+from gradtrace.capture.operations.births import MOST, Birth
+from gradtrace.capture.operations.nodes import AnomalySays, BackwardNodes, anomaly_says, walk
 
 Seen = list[tuple[str, str, float | None, float | None]]
 

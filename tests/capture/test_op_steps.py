@@ -20,8 +20,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 import gradtrace
-from gradtrace.capture.dispatch import take_out
-from gradtrace.capture.op_steps import OpRow, OpSteps
+from gradtrace.capture.operations.dispatch import take_out
+from gradtrace.capture.operations.op_steps import OpRow, OpSteps
 from gradtrace.capture.session import Session
 from gradtrace.capture.tracer import Tracer
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gradtrace.capture.births import MOST, Birth
-from gradtrace.capture.frames import user_lines
-from gradtrace.capture.guards import Communicates, Guard, Memory, Refused, WritesOutside
 from gradtrace.capture.names import ModuleEntry, Names
-from gradtrace.capture.operators import ForwardOps
+from gradtrace.capture.operations.births import MOST, Birth
+from gradtrace.capture.operations.frames import user_lines
+from gradtrace.capture.operations.guards import Communicates, Guard, Memory, Refused, WritesOutside
+from gradtrace.capture.operations.operators import ForwardOps
 
 INF, NAN = math.inf, math.nan
 

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import gradtrace
-from gradtrace.capture.capsule import save
 from gradtrace.capture.names import Root
+from gradtrace.capture.recheck.capsule import save
 from tests.failing_step import failing_step, keep
 from tests.rechecking import (
     BAD,

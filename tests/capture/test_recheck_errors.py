@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gradtrace
-from gradtrace.capture.capsule import load, save
+from gradtrace.capture.recheck.capsule import load, save
 from gradtrace.errors import CapsuleError, CaptureError, RunNotFoundError
 from tests.rechecking import (
     FINE,

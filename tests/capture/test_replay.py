@@ -209,7 +209,7 @@ def test_a_pass_with_many_root_calls_is_not_replayed(tmp_path: Path) -> None:
 
 
 def test_large_output_gradients_are_let_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gradtrace.capture.kept.MOST_GRADIENT_BYTES", 8)
+    monkeypatch.setattr("gradtrace.capture.replay.kept.MOST_GRADIENT_BYTES", 8)
     said = said_of(Broken(), tmp_path / "run.parquet")
     assert said.status == "not_replayed"
     assert said.reason is not None

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from gradtrace.capture.rng import Rng
+from gradtrace.capture.replay.rng import Rng
 
 
 def draw() -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gradtrace.capture.capsule import save
+from gradtrace.capture.recheck.capsule import save
 from tests.failing_step import failing_step
 
 SCRIPTS = Path(__file__).parent.parent / "scripts" / "recheck"

@@ -1,0 +1,118 @@
+"""Follows a step from the model's outputs to ``backward()`` and has the code in between looked at.
+
+Stands between ``Calls`` and the graph: outermost calls end the loss code, and their outputs begin it.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradtrace.capture.boundaries import Found
+from gradtrace.capture.calls import Frame, Gradients
+from gradtrace.capture.graph import Edge, edge_of, sequence_number
+from gradtrace.capture.loss.code import LossCode
+from gradtrace.capture.loss.forward import LossFinding
+from gradtrace.capture.loss.lines import LossLines
+from gradtrace.capture.loss.region import Interval
+from gradtrace.capture.loss.values import Known
+from gradtrace.capture.session import Session
+
+
+class _Thread(threading.local):
+    """The outermost calls of one thread's step: where their nodes are, and what they returned."""
+
+    def __init__(self) -> None:
+        self.inside: list[Interval] = []
+        self.outputs: list[weakref.ref[Tensor]] = []
+        self.finite: dict[tuple[int, int], bool] = {}
+
+
+class LossWatch:
+    """Watches the loss code of one recording. ``lines`` is None where no source lines are wanted."""
+
+    def __init__(self, session: Session, gradients: Gradients, lines: LossLines | None) -> None:
+        self._session = session
+        self._gradients = gradients
+        self._lines = lines
+        self._code = LossCode(session)
+        self._thread = _Thread()
+        self._finding: LossFinding | None = None
+
+    # What the calls report; see ``Gradients`` ---------------------------------------------------------------
+
+    def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None:
+        """An outermost call interrupts the loss code."""
+        if frame.is_outermost and self._lines is not None:
+            self._lines.call_begins()
+        self._gradients.call_begins(frame, inputs, grad_mode=grad_mode)
+
+    def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None:
+        """What an outermost call returns with a graph, the loss is made of."""
+        self._gradients.call_returns(frame, outermost, outputs)
+        if frame.is_outermost:
+            heads = [value for _, value in outputs if value.requires_grad]
+            thread = self._thread
+            thread.inside.append((frame.start, sequence_number()))
+            thread.outputs += map(weakref.ref, heads)
+            thread.finite.update(self._finite(heads))
+            if self._lines is not None:
+                self._lines.call_ended(has_graph=bool(heads))
+
+    def outermost_ended(self) -> None:
+        """Pass on."""
+        self._gradients.outermost_ended()
+
+    # Backward -----------------------------------------------------------------------------------------------
+
+    def backward_begins(self, outputs: Sequence[Any], *, create_graph: bool) -> None:
+        """A pass is about to start from ``outputs``; to be called when their rows have been added."""
+        if self._lines is not None:
+            self._lines.backward_begins(create_graph=create_graph)
+        values = dict(self._known_values())
+        finite = self._thread.finite
+
+        def known(edge: Edge) -> Known:
+            return values.get(edge) or Known(finite=finite.get((edge[0]._sequence_nr(), edge[1])))
+
+        finding = self._code.backward_begins(outputs, self._thread.inside, known)
+        self._finding = self._finding or finding
+
+    def backward_ended(self, *, keeps_graph: bool) -> None:
+        """A pass has ended."""
+        self._code.backward_ended()
+        if self._lines is not None:
+            self._lines.backward_ended(keeps_graph=keeps_graph)
+
+    def _known_values(self) -> list[tuple[Edge, Known]]:
+        alive = [tensor for reference in self._thread.outputs if (tensor := reference()) is not None]
+        edges = [(edge_of(tensor), tensor) for tensor in alive]
+        return [(edge, Known(tensor)) for edge, tensor in edges if edge is not None]
+
+    def _finite(self, heads: list[Tensor]) -> Iterator[tuple[tuple[int, int], bool]]:
+        """Yield whether outputs are finite, by their nodes' numbers: the tensors may be gone before backward."""
+        for tensor in heads:
+            known = self._session.statistics.known(tensor)
+            if tensor.grad_fn is not None and known is not None:
+                yield (tensor.grad_fn._sequence_nr(), tensor.output_nr), known.finite
+
+    # What was found -----------------------------------------------------------------------------------------
+
+    def finding(self) -> LossFinding:
+        """Return what was found in the step so far, the forward's births first; to be called after ``resolve``."""
+        found = self._finding or LossFinding()
+        return LossFinding([*found.births, *self._code.births()], found.reason, found.place, found.term)
+
+    def step_ended(self) -> None:
+        """Forget the step."""
+        self._code.drop()
+        self._finding = None
+        self._thread.inside.clear()
+        self._thread.outputs.clear()
+        self._thread.finite.clear()
+        if self._lines is not None:
+            self._lines.end()

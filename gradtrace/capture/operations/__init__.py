@@ -1,0 +1,1 @@
+"""Operations inside of a step: seen, judged, named and placed in the user's code."""

@@ -1,0 +1,244 @@
+"""Notices an incident while the training runs: says so, has the pass replayed, and may stop the run.
+
+Looks at the rows in flight at the end of a backward pass, before the optimizer changes anything; with an enabled
+GradScaler when it is known whether the step is skipped; without a backward at the next call or step. Which rows
+matter is the business of ``trace/incident.py``, and how a pass is replayed that of ``rerun.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from gradtrace.capture.loss.forward import LossFinding
+from gradtrace.capture.operations.births import Birth
+from gradtrace.capture.recheck.capsule_watch import CapsuleWatch
+from gradtrace.capture.replay.agreement import Agreement
+from gradtrace.capture.replay.kept import Keeper
+from gradtrace.capture.replay.rerun import Outcome, Replayer
+from gradtrace.capture.rows import Named, Row, record_of
+from gradtrace.capture.session import Session, warn
+from gradtrace.errors import NonFiniteError
+from gradtrace.trace.confirmation import Confirmation
+from gradtrace.trace.incident import IncidentFinder, looks_like_mask
+
+OnNonFinite = Literal["continue", "stop"]
+
+_Key = tuple[Named | None, str, str]
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """What there is to say at the moment at which an incident is noticed."""
+
+    step: int
+    first: Row | None
+    """None where nothing of this rank's own was non-finite."""
+    reached: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """One line."""
+        what = ", ".join({"grad": "gradients", "output": "the model's output"}.get(w, w) for w in self.reached)
+        row = self.first
+        if row is None:
+            return f"step {self.step}: {what} not finite; another rank's came in when they were added up"
+        where = "outside any module" if row.owner is None else row.owner.name or "(root)"
+        place = f"{where}, {row.tensor} {row.path}".rstrip()
+        return f"step {self.step}: {what} not finite; first non-finite: {place}"
+
+
+class Watchman:
+    """Raises the alarm once a step, and looks after what it costs: ``replays`` in all.
+
+    One replay is kept back for an incident that will not heal by itself: bad gradients that the optimizer is about
+    to use, or a second bad step in a row.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        keeper: Keeper,
+        replayer: Replayer,
+        loss: Callable[[], LossFinding],
+        capsule: CapsuleWatch | None,
+        notes: list[str],
+        *,
+        replays: int,
+        on_nonfinite: OnNonFinite,
+        agreement: Agreement,
+        verdict_command: Callable[[], str],
+    ) -> None:
+        """``notes`` are those of the run; ``agreement`` says whether stopping now is safe."""
+        self._session = session
+        self._keeper = keeper
+        self._replayer = replayer
+        self._loss = loss
+        self._capsule = capsule
+        self._notes = notes
+        self._replays = replays
+        self._on_nonfinite = on_nonfinite
+        self._agreement = agreement
+        self._verdict_command = verdict_command
+        self._made: dict[_Key, int] = {}
+        self._tolerated: set[_Key] = set()
+        self._step_from = 0
+        self._alarm: Alarm | None = None
+        """That of the step in flight."""
+        self._skipped = False
+        self._lasting = False
+        self._weights_were_bad = False
+        self._is_blind = False
+
+    @property
+    def is_suspicious(self) -> bool:
+        """Whether something non-finite has been seen in the step that no alarm was raised for."""
+        return self._session.statistics.saw_nonfinite and self._alarm is None and not self._is_blind
+
+    def run_ends(self, *, at_once: bool) -> None:
+        """Nothing can be stopped any more; ``at_once``: there is no time to look at anything either."""
+        self._on_nonfinite = "continue"
+        self._is_blind = at_once
+
+    def look(self, *, skipped: bool = False, raising: bool = False, reduced: bool = False) -> None:
+        """Look at the step in flight.
+
+        ``skipped`` says that a GradScaler has skipped the optimizer's step, ``raising`` that an error is on its way
+        to the user, ``reduced`` that the gradients are those that a backward pass has just left.
+
+        Raises:
+            NonFiniteError: there is an incident, and the run is to stop then.
+        """
+        self._skipped = skipped or self._skipped
+        is_new = self._sound(self._skipped)
+        if self._on_nonfinite != "stop" or raising:
+            return
+        # Of several ranks those that have seen nothing stop too, and at the same place.
+        if (reduced and self._agreement.all_see_bad_gradients()) if self._agreement.is_needed else is_new:
+            self._stop()
+
+    def _sound(self, skipped: bool) -> bool:
+        """Raise the alarm if there is an incident that none was raised for; say whether there is."""
+        if not self.is_suspicious:
+            return False
+        names, step = self._session.names, self._session.clock.likely_step
+        bad = self._bad_rows_here()
+        roots = {root.name for root in names.roots}
+        records = [record_of(row, step, 0) for row in bad]
+        reached = tuple(IncidentFinder(roots).reached_before_update(records, skipped=skipped))
+        if not reached:
+            return False
+        names.freeze()
+        first = self._first(bad)
+        self._alarm = Alarm(step, first, reached)
+        if not self._lasting:
+            self._say(self._alarm)
+            self._save(first)
+        self._confirm(first, is_fatal="grad" in reached and not skipped)
+        return True
+
+    def _say(self, alarm: Alarm) -> None:
+        self._event("incident", alarm.text)
+        warn(alarm.text)
+
+    def _stop(self) -> None:
+        alarm = self._alarm
+        if alarm is None:
+            alarm = self._alarm = Alarm(self._session.clock.likely_step, None, ("grad",))
+            self._say(alarm)
+        self._event("stop", "stopped before the optimizer's step, as asked")
+        raise NonFiniteError(f"{alarm.text}; for the verdict: {self._verdict_command()}", alarm.step)
+
+    def part_ended(self) -> None:
+        """Rows are about to be written; what was non-finite in a healthy step is tolerated later."""
+        bad = self._bad_rows() if self._session.statistics.saw_nonfinite else []
+        self._weights_were_bad = any(row.tensor == "param" for row in bad)
+        if self._alarm is None:
+            self._tolerated |= {_key(row) for row in bad}
+        self._session.statistics.saw_nonfinite = False
+        self._step_from = self._session.rows.position
+
+    def step_ended(self) -> None:
+        """All rows of the step are about to be written."""
+        self.part_ended()
+        self._lasting, self._alarm, self._skipped = self._alarm is not None, None, False
+
+    def _bad_rows(self) -> list[Row]:
+        rows = self._session.rows.between(self._step_from)
+        return [
+            row
+            for row in rows
+            if row.source is None and row.measure is not None and not (row.pending or row.measure.finite)
+        ]
+
+    def _bad_rows_here(self) -> list[Row]:
+        """Leave out what another thread is in the middle of: it is looked at when its pass has ended."""
+        elsewhere = self._keeper.roots_elsewhere
+        rows = self._bad_rows()
+        return [row for row in rows if row.owner and _root_of(row) not in elsewhere] if elsewhere else rows
+
+    def _first(self, bad: Sequence[Row]) -> Row:
+        step = self._session.clock.step
+        fresh = (
+            row for row in bad if _key(row) not in self._tolerated and not looks_like_mask(record_of(row, step, 0))
+        )
+        return next(fresh, bad[0])
+
+    def _save(self, first: Row) -> None:
+        if self._capsule is not None:
+            rows = self._session.rows.between(self._step_from)
+            said = self._capsule.incident(self._keeper.calls, first, rows)
+            self._notes += [] if said is None else [said]
+
+    def _confirm(self, first: Row, *, is_fatal: bool) -> None:
+        outcome = self._replay(first, is_fatal=is_fatal)
+        said = outcome.confirmation
+        if self._lasting and said.status == "not_replayed":
+            return  # nothing new: what the incident began with has been written
+        in_loss = self._loss()
+        for birth in [*in_loss.births, *outcome.births]:
+            self._write(birth, first.micro_step)
+        if in_loss.reason is not None and not outcome.births:
+            said = replace(said, reason="; ".join(filter(None, (said.reason, in_loss.reason))))
+        self._event("replay", replace(said, term=in_loss.term, place=in_loss.place).to_json())
+
+    def _replay(self, first: Row, *, is_fatal: bool) -> Outcome:
+        key = _key(first)
+        left = self._replays - len(self._made)
+        if self._replays == 0:
+            reason = "replays were switched off"
+        elif first.tensor == "grad" and first.phase == "optimizer":
+            reason = "the gradients were finite when they arrived: another rank's came in, or the script changed them"
+        elif self._weights_were_bad:
+            reason = "the weights were not finite any more"
+        elif key in self._made:
+            reason = f"the same boundary was replayed at step {self._made[key]}"
+        elif left <= 0:
+            reason = f"{len(self._made)} of {self._replays} replays were used by then"
+        elif left == 1 and not (is_fatal or self._lasting):
+            reason = "the last replay is kept back for an incident that does not heal"
+        else:
+            outcome = self._replayer.replay(self._keeper)
+            if outcome.ran:
+                self._made[key] = self._session.clock.likely_step
+            return outcome
+        return Outcome(Confirmation("not_replayed", reason))
+
+    def _write(self, birth: Birth, micro: int) -> None:
+        rows = self._session.rows
+        source = (birth.op, *birth.where)
+        for tensor, path, measure, detail in birth.rows():
+            rows.append(micro, "replay", birth.owner, birth.call, tensor, path, measure, detail=detail, source=source)
+
+    def _event(self, name: str, words: str) -> None:
+        self._session.rows.append(self._session.clock.micro_step, "event", None, None, name, "", None, words)
+
+
+def _root_of(row: Row) -> Any:
+    """Return the root of the module, or of the tensor's module, that a row belongs to."""
+    return getattr(getattr(row.owner, "owner", row.owner), "root", None)
+
+
+def _key(row: Row) -> _Key:
+    return row.owner, row.tensor, row.path
