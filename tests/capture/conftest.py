@@ -6,6 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import nn
+
+_CALL = nn.Module.__call__
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -20,3 +23,11 @@ def _one_thread() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _the_same_numbers_in_every_run() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left_behind() -> Iterator[None]:
+    """A recording that goes on after its test would be seen by others, much later."""
+    yield
+    left, nn.Module.__call__ = nn.Module.__call__, _CALL  # type: ignore[method-assign]
+    assert left is _CALL

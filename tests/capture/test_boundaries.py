@@ -453,9 +453,9 @@ def test_a_nan_from_inside_is_not_said_to_come_from_outside(tmp_path: Path) -> N
         (loss + mean.sum()).backward()
 
     recorded = record(model, tmp_path, run)
-    rows = recorded.where(module="", tensor="grad_output", path="0")
+    rows = recorded.where(module="", tensor="grad_output", path="0", op=None)
     assert [(row["nan_count"], row["max"]) for row in rows] == [(0, 1.0)]
-    assert recorded.only(module="mean", tensor="grad_output")["nan_count"] == 1
+    assert recorded.only(module="mean", tensor="grad_output", op=None)["nan_count"] == 1
 
 
 def test_a_nan_from_outside_is_seen_beside_the_calls_own_use(tmp_path: Path) -> None:

@@ -194,8 +194,10 @@ def test_both_ways_give_the_same_records_in_the_same_order(tmp_path: Path, train
     device = recorded_on(tmp_path / "run.parquet", train, on_device=True)
     assert host.info.end == device.info.end == "completed"
     assert host.info.steps == device.info.steps
-    assert len(host.rows) == len(device.rows) > 20
-    for one, other in zip(host.rows, device.rows, strict=True):
+    # The values of the loss code can be worked out before backward frees it, on a device they are not there yet.
+    rows = [[row for row in recorded.rows if row["phase"] not in ("replay", "event")] for recorded in (host, device)]
+    assert len(rows[0]) == len(rows[1]) > 20
+    for one, other in zip(*rows, strict=True):
         assert_same_record(one, other)
     numbers = [row["seq"] for row in device.rows]
     assert numbers == sorted(set(numbers))

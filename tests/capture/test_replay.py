@@ -389,3 +389,20 @@ def test_a_model_of_dtensors_is_not_replayed(tmp_path: Path) -> None:
     finally:
         torch.distributed.destroy_process_group()
     assert (said.status, said.reason) == ("not_replayed", "the model's parameters are sharded (DTensor)")
+
+
+def test_an_argument_that_cannot_be_looked_into_is_a_reason_and_no_error(tmp_path: Path) -> None:
+    class Lazy(dict[str, Tensor]):
+        def items(self) -> Any:
+            raise KeyError("gone")
+
+    class Takes(Broken):
+        def forward(self, x: Tensor, options: Any = None) -> Tensor:
+            return super().forward(x)
+
+    model = Takes()
+    said = said_of(
+        model, tmp_path / "run.parquet", lambda: model(torch.ones(4), Lazy(a=torch.ones(1))).sum().backward()
+    )
+    assert said.status == "not_replayed"
+    assert said.reason == "KeyError while looking into an argument of the model"

@@ -143,6 +143,8 @@ class Keeper:
         """Why no call is ever kept, if that is so."""
         self._on_kept = on_kept
         self.dropped = 0
+        self.refused: str | None = None
+        """Why a call of the pass in flight was not kept."""
         self._modules: weakref.WeakKeyDictionary[Root, tuple[int, list[weakref.ref[nn.Module]]]]
         self._modules = weakref.WeakKeyDictionary()
         self._copies: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
@@ -175,13 +177,18 @@ class Keeper:
             return None
         modules = self._modules_of(entry.root, known)
         with quiet():
-            kept_args, kept_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
+            try:
+                kept_args, kept_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
+                found = tensors_in_arguments(kept_args, kept_kwargs)
+            except Exception as error:  # containers may be of the user's own making
+                self.refused = f"{type(error).__name__} while looking into an argument of the model"
+                return None
             kept = Kept(
                 entry,
                 module,
                 kept_args,
                 kept_kwargs,
-                _versions(modules, tensors_in_arguments(kept_args, kept_kwargs)),
+                _versions(modules, found),
                 Rng.now(quickly=True),
                 tuple(_autocast_state()),
                 [(m, m.training) for m in modules],
@@ -224,7 +231,7 @@ class Keeper:
     def pass_ended(self) -> None:
         """Let go of the calls that a pass has been through; one that waits for a later pass (a GAN's) stays."""
         self._let_go([kept for kept in self.calls if kept.was_reached or not kept.can_be_reached])
-        self.dropped = 0
+        self.dropped, self.refused = 0, None
 
     def step_ends(self, rows: RowBuffer) -> None:
         """Let go of all calls, but for those that may wait for the pass of another optimizer, with their rows."""
@@ -238,7 +245,7 @@ class Keeper:
     def drop(self) -> None:
         """Let go of all calls."""
         self._let_go(self._calls)
-        self.dropped = 0
+        self.dropped, self.refused = 0, None
 
     def _let_go(self, calls: Sequence[Kept]) -> None:
         for kept in calls:

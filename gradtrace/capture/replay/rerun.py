@@ -65,7 +65,7 @@ class Replayer:
         """
         # One that no pass has come by may be older than the last update: it is no part of this.
         kept = [call for call in keeper.calls if call.was_reached or call.changed is None]
-        reason = keeper.obstacle or _obstacle(kept, keeper.dropped)
+        reason = keeper.obstacle or keeper.refused or _obstacle(kept, keeper.dropped)
         if reason is not None:
             return Outcome(Confirmation("not_replayed", reason), ran=False)
         stage = _Stage(self._session)
