@@ -28,7 +28,7 @@ demo: .venv/.installed
 	.venv/bin/gradtrace first-nan $(DEMO_RUN)
 
 test: lint
-	.venv-test/bin/python -m pytest -n auto tests --ignore=tests/integrations $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -n auto tests --ignore=tests/integrations $(PYTEST_ARGS)
 
 lint: .venv-test/.installed
 	.venv-test/bin/ruff check .
@@ -37,7 +37,7 @@ lint: .venv-test/.installed
 	.venv-test/bin/lint-imports
 
 test-integrations: .venv-integrations/.installed
-	.venv-integrations/bin/python -m pytest tests/integrations $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n auto tests/integrations $(PYTEST_ARGS)
 
 peers: .venv-peers/.installed
 	.venv-peers/bin/python -m benchmarks.zoo --peers
@@ -45,7 +45,7 @@ peers: .venv-peers/.installed
 clean:
 	rm -rf .venv .venv-test .venv-integrations .venv-peers build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
-	rm -rf $(DEMO_RUN) $(DEMO_RUN).parts
+	rm -rf $(DEMO_RUN) $(DEMO_RUN).parts $(DEMO_RUN:.parquet=.capsule.pt)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps are the environments' age: changed dependencies install again, nothing else does.
