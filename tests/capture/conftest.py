@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -31,3 +32,9 @@ def _nothing_is_left_behind() -> Iterator[None]:
     yield
     left, nn.Module.__call__ = nn.Module.__call__, _CALL  # type: ignore[method-assign]
     assert left is _CALL
+
+
+@pytest.fixture
+def no_optimizer_from_before() -> None:
+    """Optimizers of other tests that only wait for the collector would be taken for those that end the steps."""
+    gc.collect()

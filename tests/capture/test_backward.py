@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from gradtrace.trace.schema import SCHEMA_VERSION
 from tests.capture.tracing import Recorded, assert_holds, record
 
+pytestmark = pytest.mark.usefixtures("no_optimizer_from_before")
+
 
 def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []

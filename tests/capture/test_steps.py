@@ -16,6 +16,8 @@ from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.tracer import Tracer
 from gradtrace.errors import CaptureError
 
+pytestmark = pytest.mark.usefixtures("no_optimizer_from_before")
+
 
 def make_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
@@ -24,11 +26,6 @@ def make_model(seed: int = 0) -> nn.Module:
 
 def batch() -> Tensor:
     return torch.ones(2, 3)
-
-
-@pytest.fixture(autouse=True)
-def _no_optimizer_of_another_test() -> None:
-    gc.collect()
 
 
 def counted(recorded: Recorded, **wanted: object) -> list[tuple[int, int]]:
