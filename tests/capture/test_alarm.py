@@ -253,3 +253,17 @@ def test_an_intermediate_value_of_a_step_that_is_recorded_by_operations_is_no_in
     with gradtrace.open_run(path) as run:
         query = "SELECT count(*) FROM records WHERE op IS NOT NULL AND nan_count = 3"
         assert run.execute(query).fetchone() != (0,)
+
+
+def test_what_came_in_from_elsewhere_leaves_no_capsule(tmp_path: Path) -> None:
+    model, path = Root(), tmp_path / "run.parquet"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        gradtrace.trace(model, path),
+        pytest.warns(GradtraceWarning, match="first non-finite: [(]root[)], grad weight"),
+    ):
+        model(ONE).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad[0] = float("nan")  # as a reduction over ranks would
+        optimizer.step()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["run.parquet"]

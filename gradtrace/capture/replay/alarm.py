@@ -186,7 +186,7 @@ class Watchman:
         return next(fresh, bad[0])
 
     def _save(self, first: Row) -> None:
-        if self._capsule is not None:
+        if self._capsule is not None and not _came_in(first):
             rows = self._session.rows.between(self._step_from)
             said = self._capsule.incident(self._keeper.calls, first, rows)
             self._notes += [] if said is None else [said]
@@ -208,7 +208,7 @@ class Watchman:
         left = self._replays - len(self._made)
         if self._replays == 0:
             reason = "replays were switched off"
-        elif first.tensor == "grad" and first.phase == "optimizer":
+        elif _came_in(first):
             reason = "the gradients were finite when they arrived: another rank's came in, or the script changed them"
         elif self._weights_were_bad:
             reason = "the weights were not finite any more"
@@ -233,6 +233,11 @@ class Watchman:
 
     def _event(self, name: str, words: str) -> None:
         self._session.rows.append(self._session.clock.micro_step, "event", None, None, name, "", None, words)
+
+
+def _came_in(row: Row) -> bool:
+    """Whether a gradient arrived finite here: another rank has made the value, or the script's own code."""
+    return row.tensor == "grad" and row.phase == "optimizer"
 
 
 def _root_of(row: Row) -> Any:
