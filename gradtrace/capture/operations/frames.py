@@ -14,8 +14,9 @@ from gradtrace.trace.confirmation import SourceLine
 
 _PACKAGE = os.path.dirname(os.path.abspath(gradtrace.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_NOT_THE_USERS = (_TORCH, _PACKAGE, "<frozen ")
-_RUNNER = os.path.join(_PACKAGE, "capture", "script.py")
+NOT_THE_USERS = (_TORCH, _PACKAGE, "<frozen ")
+"""How the names of files begin whose code is torch's, gradtrace's, or of Python's own import system."""
+RUNNER = os.path.join(_PACKAGE, "capture", "script.py")
 """Runs the user's script: the frames further out than its own are the command line's."""
 
 
@@ -27,7 +28,7 @@ def user_lines(base: CodeType | None = None) -> tuple[SourceLine, ...]:
     """
     lines: list[SourceLine] = []
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not base and frame.f_code.co_filename != _RUNNER:
+    while frame is not None and frame.f_code is not base and frame.f_code.co_filename != RUNNER:
         if is_users(frame.f_code):
             lines.append(line_of(frame.f_code, frame.f_lineno))
         frame = frame.f_back
@@ -36,7 +37,7 @@ def user_lines(base: CodeType | None = None) -> tuple[SourceLine, ...]:
 
 def is_users(code: CodeType) -> bool:
     """Whether the code is neither torch's nor gradtrace's nor Python's own import system."""
-    return not code.co_filename.startswith(_NOT_THE_USERS)
+    return not code.co_filename.startswith(NOT_THE_USERS)
 
 
 def line_of(code: CodeType, number: int) -> SourceLine:

@@ -7,27 +7,19 @@ mode is switched off. Reads and words such stacks; switching the mode is the bus
 from __future__ import annotations
 
 import linecache
-import os
 import re
 import sys
 from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-import torch
-
-import gradtrace
+from gradtrace.capture.operations.frames import NOT_THE_USERS, RUNNER
 from gradtrace.trace.confirmation import SourceLine
 
 Notes = tuple[Sequence[str], ...]
 """Formatted stacks of a node, the best one first: they say where, and hold no node."""
 
 _FRAME = re.compile(r'\s*File "(?P<file>.*?)", line (?P<line>\d+), in (?P<function>[^\n]*)(?:\n\s*(?P<code>[^\n]*))?')
-_PACKAGE = os.path.dirname(os.path.abspath(gradtrace.__file__)) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_NOT_THE_USERS = (_PACKAGE, _TORCH, "<frozen ")
-_RUNNER = os.path.join(_PACKAGE, "capture", "script.py")
-"""Runs the user's script: the frames further out than its own are the command line's."""
 
 
 def stack_of(node: Any) -> tuple[SourceLine, ...]:
@@ -76,8 +68,8 @@ def brief_stack() -> list[str]:
 
 def _users_lines(formatted: Sequence[str]) -> tuple[SourceLine, ...]:
     lines = [_parse(frame) for frame in formatted]
-    runner = max((i for i, line in enumerate(lines) if line and line.file == _RUNNER), default=-1)
-    return tuple(line for line in lines[runner + 1 :] if line and not line.file.startswith(_NOT_THE_USERS))
+    runner = max((i for i, line in enumerate(lines) if line and line.file == RUNNER), default=-1)
+    return tuple(line for line in lines[runner + 1 :] if line and not line.file.startswith(NOT_THE_USERS))
 
 
 def _parse(formatted: str) -> SourceLine | None:

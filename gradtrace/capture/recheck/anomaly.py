@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
-import gradtrace
+from gradtrace.capture.operations.frames import NOT_THE_USERS
 from gradtrace.capture.patching import Patch
 from gradtrace.capture.recheck.parts import Anomaly
 
 _engine = Patch(torch.autograd, "_engine_run_backward")
 _STOPPED = re.compile(r"Function '(?P<op>\w+)' returned nan values in its \d+th output")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
-_NOT_THE_USERS = tuple(os.path.dirname(str(package.__file__)) + os.sep for package in (torch, gradtrace))
 
 
 class AnomalyWatch:
@@ -93,7 +92,7 @@ def _line(op: str, said: Iterable[warnings.WarningMessage]) -> str | None:
     for warning in said:
         text = str(warning.message)
         if text.startswith(f"Error detected in {op}."):
-            frames = [frame for frame in _FRAME.finditer(text) if not frame["file"].startswith(_NOT_THE_USERS)]
+            frames = [frame for frame in _FRAME.finditer(text) if not frame["file"].startswith(NOT_THE_USERS)]
             if frames:
                 return f"{_short(frames[-1]['file'])}:{frames[-1]['line']} in {frames[-1]['function']}"
     return None

@@ -21,10 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradtrace.capture import script
 from gradtrace.capture.boundaries import tensors_in_arguments
 from gradtrace.capture.names import ModuleEntry, Root, walk
-from gradtrace.capture.operations.frames import is_users, line_of
+from gradtrace.capture.operations.frames import RUNNER, is_users, line_of
 from gradtrace.capture.replay.rng import Rng
 from gradtrace.capture.rows import Row, RowBuffer
 from gradtrace.capture.session import quiet
@@ -327,5 +326,5 @@ def callers() -> Callers:
 
 def lines_of(frames: Callers) -> tuple[SourceLine, ...]:
     """Return the user's frames among these; those outside of the script that is being recorded are left out."""
-    runner = max((index for index, (code, _) in enumerate(frames) if code.co_filename == script.__file__), default=-1)
+    runner = max((index for index, (code, _) in enumerate(frames) if code.co_filename == RUNNER), default=-1)
     return tuple(line_of(code, number) for code, number in frames[runner + 1 :] if is_users(code))
