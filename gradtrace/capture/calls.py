@@ -223,8 +223,8 @@ class Calls:
 
     def place_now(self) -> tuple[ModuleEntry, int] | None:
         """Return this thread's innermost open call, as its module and number."""
-        stack = self._thread.stack
-        return (stack[-1].entry, stack[-1].call) if stack else None
+        frame = self.innermost_open()
+        return None if frame is None else (frame.entry, frame.call)
 
     def innermost_open(self) -> Frame | None:
         """Return this thread's innermost open call."""

@@ -25,7 +25,7 @@ Edge = tuple[Any, int]
 
 Callback = Callable[[Sequence[Tensor | None]], None]
 
-_LEAF_SEQUENCE = 2**64 - 1
+LEAF_SEQUENCE = 2**64 - 1
 """Sequence number of AccumulateGrad nodes."""
 
 sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
@@ -152,9 +152,9 @@ class GraphMap:
                 if next_node is None:
                     continue
                 born = next_node._sequence_nr()
-                if target in inputs or (target in leaf_edges if born == _LEAF_SEQUENCE else born < start):
+                if target in inputs or (target in leaf_edges if born == LEAF_SEQUENCE else born < start):
                     ways_out[step] = None
-                elif born != _LEAF_SEQUENCE:
+                elif born != LEAF_SEQUENCE:
                     if next_node in ends:
                         own_uses[step] = None
                     if next_node not in seen:
@@ -181,7 +181,7 @@ class GraphMap:
 
         Nothing happens at a leaf: a hook there would outlive the pass.
         """
-        if node._sequence_nr() != _LEAF_SEQUENCE:
+        if node._sequence_nr() != LEAF_SEQUENCE:
             self._stop(node).departures.append(callback)
 
     def _stop(self, node: Any) -> _Stop:

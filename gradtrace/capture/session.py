@@ -26,7 +26,7 @@ from gradtrace.errors import GradtraceWarning, NonFiniteError
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CANNOT_MEASURE = (Unmeasurable, RuntimeError, TypeError, NotImplementedError)
+CANNOT_MEASURE = (Unmeasurable, RuntimeError, TypeError, NotImplementedError)
 """What measuring a tensor may raise."""
 
 _grad_mode = torch.is_grad_enabled
@@ -77,8 +77,8 @@ class Session:
         """
         try:
             measure = self.statistics.measure_once(value) if once else self.statistics.measure(value)
-        except _CANNOT_MEASURE as error:
-            self._cannot_measure(error)
+        except CANNOT_MEASURE as error:
+            self.cannot_measure(error)
             return None
         micro = self.clock.micro_step if micro_step is None else micro_step
         self.rows.append(micro, phase, owner, call, tensor, path, measure, detail, arrived)
@@ -88,11 +88,11 @@ class Session:
         """Whether no element is NaN or infinite; None, and counted, where that cannot be said."""
         try:
             return self.statistics.all_finite(value)
-        except _CANNOT_MEASURE as error:
-            self._cannot_measure(error)
+        except CANNOT_MEASURE as error:
+            self.cannot_measure(error)
             return None
 
-    def _cannot_measure(self, error: Exception) -> None:
+    def cannot_measure(self, error: Exception) -> None:
         """Count a tensor that could not be measured."""
         reason = str(error) if isinstance(error, Unmeasurable) else f"{type(error).__name__} while measuring"
         self.unmeasured[reason] += 1

@@ -23,9 +23,7 @@ _SAFE_LARGEST = 1e14
 """Largest magnitude whose squares, summed over 1e10 elements, stay below float32's limit of 3.4e38."""
 _SAFE_SMALLEST = 1e-12
 """Smallest largest-magnitude whose squares float32 still holds with its full precision."""
-_TWO_PASSES = range(32_768, 1_000_000)
-"""Numbers of elements, all in the cache, of which ``amin`` and ``amax`` take half the time of ``aminmax``."""
-_DOT_FROM = 4_096
+_DOT_FROM = 32_768
 """Number of elements from which ``dot`` beats ``vector_norm`` on the CPU, in time and in precision."""
 _SCALAR = torch.Size([])
 _HOST = torch.device("cpu")
@@ -248,7 +246,8 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _fill_float(measure: Measure, values: Tensor) -> None:
-    low, high = _extremes(values)
+    low_tensor, high_tensor = torch.aminmax(values)
+    low, high = low_tensor.item(), high_tensor.item()
     if math.isfinite(low) and math.isfinite(high):
         measure.min, measure.max = low, high
         measure.norm = _norm(values, max(abs(low), abs(high)))
@@ -258,16 +257,9 @@ def _fill_float(measure: Measure, values: Tensor) -> None:
     measure.neginf = int(torch.isneginf(values).sum().item())
     finite = values[torch.isfinite(values)]
     if finite.numel():
-        measure.min, measure.max = _extremes(finite)
+        low_tensor, high_tensor = torch.aminmax(finite)
+        measure.min, measure.max = low_tensor.item(), high_tensor.item()
         measure.norm = _norm(finite, max(abs(measure.min), abs(measure.max)))
-
-
-def _extremes(values: Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest element, NaN where there is one."""
-    if values.dtype is torch.float32 and values.numel() in _TWO_PASSES and values.is_contiguous():
-        return values.amin().item(), values.amax().item()
-    low, high = torch.aminmax(values)
-    return low.item(), high.item()
 
 
 def _norm(values: Tensor, largest: float) -> float:

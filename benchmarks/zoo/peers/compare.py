@@ -110,7 +110,7 @@ def report(result: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items())
     lines = [
         "# What other tools say of the zoo",
-        f"{result['date']}, {result['machine']}; {versions}. Made by `make peers`.",
+        f"{result['date']}, {result['machine']}; {versions}. Made by `python -m benchmarks.zoo --peers`.",
         "Right answers of those that count; a field that a tool does not report is empty. "
         "A tool that crashed or found nothing has every field wrong.",
         markdown(rows),

@@ -79,7 +79,8 @@ class LossWatch:
         def known(edge: Edge) -> Known:
             return values.get(edge) or Known(finite=finite.get((edge[0]._sequence_nr(), edge[1])))
 
-        finding = self._code.backward_begins(outputs, self._thread.inside, known)
+        explain = self._finding is None  # the first failing pass of a step is the one that is written
+        finding = self._code.backward_begins(outputs, self._thread.inside, known, explain=explain)
         self._finding = self._finding or finding
 
     def backward_ended(self, *, keeps_graph: bool) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch._C._autograd import SavedTensor
 from torch.utils.hooks import RemovableHandle
 
+from gradtrace.capture.graph import LEAF_SEQUENCE
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.operations.births import MOST, Birth, Operand
 from gradtrace.capture.operations.stacks import stack_of
@@ -23,8 +24,6 @@ from gradtrace.capture.operations.values import Judge
 ModuleOf = Callable[[int], "tuple[ModuleEntry, int] | None"]
 Gradients = Sequence[Tensor | None]
 
-LEAF_SEQUENCE = 2**64 - 1
-"""Sequence number of AccumulateGrad nodes."""
 _SAVED = "_saved_"
 _ANOMALY = re.compile(r"Function '(?P<function>.+)' returned nan values in its (?P<output>\d+)th output\.")
 

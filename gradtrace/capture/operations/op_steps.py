@@ -26,8 +26,8 @@ from gradtrace.capture.operations.dispatch import put_below, redispatch, take_ou
 from gradtrace.capture.operations.nodes import Gradients, walk
 from gradtrace.capture.operations.operators import has_own_node
 from gradtrace.capture.operations.schemas import Traits, tensors_of, traits_of
-from gradtrace.capture.session import Session, cannot_observe, quiet
-from gradtrace.capture.statistics import Measure, Unmeasurable
+from gradtrace.capture.session import CANNOT_MEASURE, Session, cannot_observe, quiet
+from gradtrace.capture.statistics import Measure
 
 _UPDATE = "optimizer"
 _PASSED_OVER = frozenset(("aten.detach", "aten.alias"))
@@ -223,11 +223,9 @@ class OpSteps:
         try:
             with quiet():
                 return statistics.measure_once(tensor) if once else statistics.measure(tensor)
-        except Unmeasurable as reason:
-            self._session.unmeasured[str(reason)] += 1
-        except (RuntimeError, TypeError, NotImplementedError) as error:
-            self._session.unmeasured[f"{type(error).__name__} while measuring"] += 1
-        return None
+        except CANNOT_MEASURE as error:
+            self._session.cannot_measure(error)
+            return None
 
     def _settle_last(self) -> None:
         last, self._last = self._last, []
