@@ -56,6 +56,8 @@ class Arrivals:
         self._arrived: dict[int, list[Measure]] = {}
         self._roots: weakref.WeakKeyDictionary[Root, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._complete = False
+        self.any_nonfinite = False
+        """Whether a gradient of the step was not finite, or may turn out not to have been."""
 
     def of(self, parameter: Tensor) -> list[Measure]:
         """Return the gradients that have arrived at a parameter in this step."""
@@ -64,6 +66,7 @@ class Arrivals:
     def forget(self) -> None:
         """Start a new step."""
         self._arrived.clear()
+        self.any_nonfinite = False
         self._complete = False
 
     def call_begins(self) -> None:
@@ -118,11 +121,15 @@ class Arrivals:
         session = self._session
         if gradient is None or not session.capturing:
             return
+        clock, site = session.clock, entry.arrival
+        detail = clock.detail
         with quiet():
-            measure = session.record("backward", entry.owner, "grad", entry.name, gradient, detail=session.clock.detail)
+            measure = session.see(site if detail is None else site.remarked(detail), gradient, None, clock.micro_step)
         parameter = entry.ref()
         if parameter is not None and measure is not None:
             self._arrived.setdefault(id(parameter), []).append(measure)
+            if measure.counts is not None or measure.pending:
+                self.any_nonfinite = True
 
 
 def _release(arrivals: dict[int, _Arrival], root: weakref.ref[Root], _: object) -> None:

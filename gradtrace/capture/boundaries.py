@@ -21,6 +21,8 @@ _DEEPEST = 12
 
 def tensors_in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Return the tensors of a call's arguments with their paths, in order."""
+    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+        return [("0", args[0])]
     found: Found = []
     for index, value in enumerate(args):
         if isinstance(value, Tensor):

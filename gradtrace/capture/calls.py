@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -19,43 +20,37 @@ from torch import Tensor, nn
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.interception import Call
 from gradtrace.capture.names import ModuleEntry, is_wrapper
+from gradtrace.capture.readable import INTEGER_TYPES
 from gradtrace.capture.replay.kept import Alive, Keeper, Kept
 from gradtrace.capture.roots import find_root
-from gradtrace.capture.session import Session, cannot_observe, quiet
-from gradtrace.capture.statistics import _INTEGER_TYPES, Measure
+from gradtrace.capture.session import Session, be_quiet, cannot_observe
+from gradtrace.errors import NonFiniteError
 from gradtrace.trace.incident import DETACHED
+
+_grad_mode = torch.is_grad_enabled
+_graph_task = torch._C._current_graph_task_id
 
 
 class Frame:
-    """One open module call. ``captured`` says whether its inputs were seen: then its outputs are too."""
+    """One open module call. ``captured`` says whether its inputs were seen: then its outputs are too.
 
-    __slots__ = (
-        "alive",
-        "call",
-        "captured",
-        "end",
-        "entry",
-        "input_edges",
-        "is_outermost",
-        "kept",
-        "micro_step",
-        "phase",
-        "start",
-        "watched",
-    )
+    What most calls leave as it is stands in the class: a frame is made for every call.
+    """
+
+    captured = False
+    start = end = 0
+    input_edges: Mapping[Any, str] = MappingProxyType({})
+    watched: Any = None
+    kept: Kept | None = None
+    alive: Alive | None = None
 
     def __init__(self, entry: ModuleEntry, phase: str, call: int, micro_step: int, is_outermost: bool) -> None:
         self.entry = entry
+        self.sites = entry.sites[phase]
         self.phase = phase
         self.call = call
         self.micro_step = micro_step
         self.is_outermost = is_outermost
-        self.captured = False
-        self.start = self.end = 0
-        self.input_edges: dict[Any, str] = {}
-        self.watched: Any = None
-        self.kept: Kept | None = None
-        self.alive: Alive | None = None
 
 
 class Gradients(Protocol):
@@ -101,7 +96,7 @@ class Calls:
         self._on_outermost = on_outermost
         self._discover = discover
         self._thread = _Thread()
-        self._counts: Counter[tuple[ModuleEntry, str]] = Counter()
+        self._counts: dict[str, dict[ModuleEntry, int]] = defaultdict(dict)
         self._counted = (-1, -1)
         self._searched: tuple[int, int] | None = None
 
@@ -110,12 +105,20 @@ class Calls:
     def around(self, call: Call) -> Call:
         """Return the function that stands in for ``nn.Module.__call__``."""
         session = self._session
-        begin = session.guarded(self.begin)
-        finish = session.guarded(self.finish)
+        begin, finish = self.begin, self.finish
         abandon = session.guarded(self.abandon)
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            frame = begin(module, args, kwargs)
+            if not session.active:
+                return call(module, *args, **kwargs)
+            frame = None
+            # As ``guarded`` does it, without the cost of one more call for each.
+            try:
+                frame = begin(module, args, kwargs)
+            except NonFiniteError:  # the fuse: asked for
+                raise
+            except Exception as error:
+                session.fail(error)
             if frame is None:
                 return call(module, *args, **kwargs)
             try:
@@ -123,7 +126,13 @@ class Calls:
             except BaseException:
                 abandon(frame)
                 raise
-            finish(frame, result)
+            if session.active:
+                try:
+                    finish(frame, result)
+                except NonFiniteError:
+                    raise
+                except Exception as error:
+                    session.fail(error)
             return result
 
         return __call__
@@ -159,14 +168,22 @@ class Calls:
         """Close a call that has returned ``result``."""
         stack = self._thread.stack
         outermost = stack[0] if stack else frame
-        self._unwind(stack, frame)
+        if stack and stack[-1] is frame:
+            stack.pop()
+        else:
+            self._unwind(stack, frame)
         if frame.captured and self._session.capturing:
             outputs = self._flat(tensors_in_result, result)
-            with quiet():
+            loud = be_quiet()
+            try:
                 if frame.entry.selected:
                     self._see_outputs(frame, outputs)
-                self._kept_returned(frame, outputs)
+                if frame.kept is not None:
+                    self._kept_returned(frame, frame.kept, outputs)
                 self._gradients.call_returns(frame, outermost, outputs)
+            finally:
+                if loud is not None:
+                    loud()
         if not stack:
             self._gradients.outermost_ended()
 
@@ -234,7 +251,7 @@ class Calls:
     def count_on(self, numbers: Mapping[ModuleEntry, int]) -> None:
         """Let the next forward call of each of these modules have the number given."""
         self._counted = self._session.clock.moment
-        self._counts.update({(entry, "forward"): number for entry, number in numbers.items()})
+        self._counts["forward"].update(numbers)
 
     def _keep(
         self, keeper: Keeper, frame: Frame, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -243,10 +260,10 @@ class Calls:
         if frame.kept is not None:
             frame.kept.rows_from = self._session.rows.position
 
-    def _kept_returned(self, frame: Frame, outputs: Found) -> None:
-        if self._keeper is not None and frame.kept is not None:
+    def _kept_returned(self, frame: Frame, kept: Kept, outputs: Found) -> None:
+        if self._keeper is not None:
             has_graph = any(value.requires_grad for _, value in outputs)
-            frame.alive = self._keeper.returned(frame.kept, self._session.rows.position, has_graph=has_graph)
+            frame.alive = self._keeper.returned(kept, self._session.rows.position, has_graph=has_graph)
 
     # Parts --------------------------------------------------------------------------------------------------
 
@@ -275,7 +292,7 @@ class Calls:
 
     def _open(self, entry: ModuleEntry, stack: list[Frame]) -> Frame:
         clock = self._session.clock
-        if _inside_backward():
+        if _graph_task() != -1:
             phase = "recompute"
         elif stack:
             phase = stack[0].phase
@@ -285,34 +302,59 @@ class Calls:
         if self._counted != now:
             self._counts.clear()
             self._counted = now
-        key = (entry, phase)
-        frame = Frame(entry, phase, self._counts[key], clock.micro_step, not stack)
-        self._counts[key] += 1
+        counts = self._counts[phase]
+        number = counts.get(entry, 0)
+        counts[entry] = number + 1
+        frame = Frame(entry, phase, number, clock.micro_step, not stack)
         entry.calls += 1
         stack.append(frame)
         return frame
 
     def _see_inputs(self, frame: Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = self._flat(tensors_in_arguments, args, kwargs)
-        grad_mode = torch.is_grad_enabled()
-        is_batch = frame.is_outermost and frame.phase == "forward"
-        with quiet():
+        grad_mode = _grad_mode()
+        loud = be_quiet()
+        try:
             if frame.entry.selected:
-                for path, value in inputs:
-                    phase = "input" if is_batch and not _is_computed(value) else frame.phase
-                    self._record(frame, "input", phase, path, value)
+                if frame.is_outermost:
+                    self._see_outside_inputs(frame, inputs)
+                else:
+                    see, sites, call, micro_step = self._session.see, frame.sites.input, frame.call, frame.micro_step
+                    for path, value in inputs:
+                        dtype = value.dtype
+                        if dtype.is_floating_point or dtype.is_complex:
+                            see(sites[path], value, call, micro_step)
             self._gradients.call_begins(frame, inputs, grad_mode=grad_mode)
+        finally:
+            if loud is not None:
+                loud()
         frame.captured = True
 
+    def _see_outside_inputs(self, frame: Frame, inputs: Found) -> None:
+        """Record what the script hands over: labels and token ids too, and apart from them what it has computed."""
+        is_recorded = _is_number if frame.phase != "recompute" else _is_floating
+        for path, value in inputs:
+            if is_recorded(value.dtype):
+                is_batch = frame.phase == "forward" and not _is_computed(value)
+                sites = frame.entry.sites["input"] if is_batch else frame.sites
+                self._session.see(sites.input[path], value, frame.call, frame.micro_step)
+
     def _see_outputs(self, frame: Frame, outputs: Found) -> None:
-        rows = self._session.rows
-        start = rows.position
-        measures = [self._record(frame, "output", frame.phase, path, value) for path, value in outputs]
-        if not all(measure is None or measure.finite for measure in measures):
+        session = self._session
+        start = session.rows.position
+        all_finite = True
+        for path, value in outputs:
+            if _is_floating(value.dtype):
+                site = frame.sites.output[path]
+                if frame.is_outermost and _is_only_looked_at(frame, value):
+                    site = site.remarked(DETACHED)
+                measure = session.see(site, value, frame.call, frame.micro_step)
+                all_finite = all_finite and (measure is None or measure.counts is None)
+        if not all_finite:
             # What the script has written into the module's state since the last look comes before what it made.
-            end = rows.position
+            end = session.rows.position
             self._look_at_state(frame.entry, frame.phase)
-            rows.bring_forward(start, end)
+            session.rows.bring_forward(start, end)
 
     def _flat(self, flatten: Callable[..., Found], *nested: Any) -> Found:
         """Flatten arguments or a result; containers may be of the user's own making, and raise."""
@@ -322,27 +364,18 @@ class Calls:
             self._session.unmeasured[f"{type(error).__name__} while looking into arguments or results"] += 1
             return []
 
-    def _record(self, frame: Frame, tensor: str, phase: str, path: str, value: Tensor) -> Measure | None:
-        dtype = value.dtype
-        if not (dtype.is_floating_point or dtype.is_complex):
-            # Labels and token ids; other integers and masks inside of a model are passed over.
-            from_outside = frame.is_outermost and tensor == "input" and frame.phase != "recompute"
-            if not from_outside or dtype not in _INTEGER_TYPES:
-                return None
-        detail = DETACHED if tensor == "output" and _is_only_looked_at(frame, value) else None
-        return self._session.record(
-            phase, frame.entry, tensor, path, value, call=frame.call, micro_step=frame.micro_step, detail=detail
-        )
+
+def _is_floating(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex or dtype in INTEGER_TYPES
 
 
 def _is_only_looked_at(frame: Frame, value: Tensor) -> bool:
     """Whether a value is the result of a metric: of a root without weights, and no gradient flows back from it."""
-    return (
-        frame.is_outermost
-        and frame.phase == "forward"
-        and not value.requires_grad
-        and not frame.entry.root.owns_parameters
-    )
+    return frame.phase == "forward" and not value.requires_grad and not frame.entry.root.owns_parameters
 
 
 def _is_computed(value: Tensor) -> bool:

@@ -13,8 +13,7 @@ whole is linear in the number of nodes however deep the modules are nested.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import count, repeat
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -54,8 +53,10 @@ def edge_of(tensor: Tensor) -> Edge | None:
     if not tensor.requires_grad:
         return None
     node = tensor.grad_fn
-    if node is not None:
-        return node, tensor.output_nr
+    return _edge_of_leaf(tensor) if node is None else (node, tensor.output_nr)
+
+
+def _edge_of_leaf(tensor: Tensor) -> Edge:
     edge = torch.autograd.graph.get_gradient_edge(tensor)  # makes and drops a view
     return edge.node, edge.output_nr
 
@@ -72,7 +73,7 @@ class Region(NamedTuple):
     certain: bool
     own_uses: list[Step]
 
-    def entrances(self, inputs: dict[Edge, str]) -> list[Entrance]:
+    def entrances(self, inputs: Mapping[Edge, str]) -> list[Entrance]:
         """Return the edges that lead to ``inputs``."""
         return [Entrance(node, slot, inputs[edge], edge) for node, slot, edge in self.ways_out if edge in inputs]
 
@@ -116,51 +117,65 @@ class GraphMap:
         """Return the gradient edges of a call's inputs with their paths; the first path of an edge counts."""
         edges: dict[Edge, str] = {}
         for path, tensor in found:
-            edge = edge_of(tensor)
-            if edge is not None and edge not in edges:
-                edges[edge] = path
-                if tensor.grad_fn is None:
-                    self._leaf_edges.add(edge)
+            if not tensor.requires_grad:
+                continue
+            node = tensor.grad_fn
+            if node is None:
+                edge = _edge_of_leaf(tensor)
+                self._leaf_edges.add(edge)
+            else:
+                edge = node, tensor.output_nr
+            edges.setdefault(edge, path)
         return edges
 
-    def region(self, outputs: Sequence[Any], inputs: dict[Edge, str], start: int) -> Region:
+    def region(self, outputs: Sequence[Any], inputs: Mapping[Edge, str], start: int) -> Region:
         """Find out what lies inside of a call, and remember it.
 
         ``outputs`` are the nodes of the call's outputs; nodes with a sequence number of at least ``start`` were
         born inside of it.
         """
-        ways_out: dict[Step, None] = {}
-        own_uses: dict[Step, None] = {}
+        ways_out: list[Step] = []
+        own_uses: list[Step] = []
         certain = len(outputs) == 1
-        leaf_edges = self._leaf_edges
+        leaf_edges, regions = self._leaf_edges, self._regions
         ends = set(outputs)
         seen = set(outputs)
         stack = list(outputs)
+        visits = 0
         while stack:
             node = stack.pop()
-            self.visits += 1
-            known = self._regions.get(node)
+            visits += 1
+            known = regions.get(node)
             if known is None:
-                steps: Iterable[Step] = zip(repeat(node), count(), node.next_functions)
+                steps: Iterable[Step] = [(node, slot, edge) for slot, edge in enumerate(node.next_functions)]
             else:
                 steps = known.ways_out
                 certain = certain and known.certain
-                own_uses.update((step, None) for step in known.own_uses if step[2][0] in ends)
+                own_uses += [step for step in known.own_uses if step[2][0] in ends]
             for step in steps:
                 target = step[2]
                 next_node = target[0]
-                if next_node is None:
-                    continue
-                born = next_node._sequence_nr()
-                if target in inputs or (target in leaf_edges if born == LEAF_SEQUENCE else born < start):
-                    ways_out[step] = None
-                elif born != LEAF_SEQUENCE:
+                if target in inputs:
+                    ways_out.append(step)
+                elif next_node is None or (born := next_node._sequence_nr()) == LEAF_SEQUENCE:
+                    if target in leaf_edges:
+                        ways_out.append(step)
+                elif born < start:
+                    ways_out.append(step)
+                else:
                     if next_node in ends:
-                        own_uses[step] = None
+                        own_uses.append(step)
                     if next_node not in seen:
                         seen.add(next_node)
                         stack.append(next_node)
-        region = Region(list(ways_out), certain, list(own_uses))
+        self.visits += visits
+        return self._remember(outputs, ways_out, own_uses, certain)
+
+    def _remember(self, outputs: Sequence[Any], ways_out: list[Step], own_uses: list[Step], certain: bool) -> Region:
+        # Regions inside may have been left by the same way, where outputs lie behind one another.
+        ways_out = ways_out if len(ways_out) < 2 else list(dict.fromkeys(ways_out))
+        own_uses = own_uses if len(own_uses) < 2 else list(dict.fromkeys(own_uses))
+        region = Region(ways_out, certain, own_uses)
         for node in outputs:
             self._regions[node] = region
         return region

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import threading
 from datetime import datetime, timezone
-from itertools import takewhile
 
-from gradtrace.capture.rows import Row, records_that_matter
+from gradtrace.capture.rows import Rows
 from gradtrace.capture.session import Session
 from gradtrace.trace.incident import IncidentFinder
 from gradtrace.trace.runinfo import RunInfo
@@ -29,7 +28,7 @@ class StepLog:
         self._lock = threading.RLock()  # backward passes of several threads end here
         self._session = session
         self._info = info
-        self._late: list[tuple[int, datetime, list[Row]]] = []
+        self._late: list[tuple[int, datetime, Rows]] = []
         self._times: tuple[int, datetime] | None = None
         self._root_names: set[str] = set()
         self._finder = IncidentFinder(self._root_names)
@@ -46,8 +45,7 @@ class StepLog:
     def extend_step(self, step: int, shift: int) -> None:
         """Write the rows in flight as more rows of ``step``, their micro steps moved up by ``shift``."""
         with self._lock:
-            rows = self._session.rows.take()
-            self._write(step, [row._replace(micro_step=row.micro_step + shift) for row in rows])
+            self._write(step, self._session.rows.take().moved(shift))
 
     def write_late(self) -> None:
         """Write the rows that waited for their numbers, up to the first that still waits."""
@@ -61,15 +59,15 @@ class StepLog:
     def _write_ready(self) -> None:
         while self._late:
             step, time, rows = self._late.pop(0)
-            ready = list(takewhile(lambda row: not row.pending, rows))
-            if len(ready) < len(rows):
-                self._late.insert(0, (step, time, rows[len(ready) :]))
-            self._write_now(step, time, [row for row in ready if row.matters])
-            if len(ready) < len(rows):
+            ready, waiting = rows.ready()
+            if len(waiting):
+                self._late.insert(0, (step, time, waiting))
+            self._write_now(step, time, ready.to_be_written())
+            if len(waiting):
                 break
 
-    def _write(self, step: int, rows: list[Row]) -> None:
-        if not rows:
+    def _write(self, step: int, rows: Rows) -> None:
+        if not len(rows):
             return
         self._session.names.freeze()
         self._late.append((step, self._time_of(step), rows))
@@ -81,8 +79,8 @@ class StepLog:
             self._times = (step, datetime.now(timezone.utc))
         return self._times[1]
 
-    def _write_now(self, step: int, time: datetime, rows: list[Row]) -> None:
-        if not rows:
+    def _write_now(self, step: int, time: datetime, rows: Rows) -> None:
+        if not len(rows):
             return
         self.writer.write(self._session.rows.batch(rows, step, time))
         self._info.records += len(rows)
@@ -91,8 +89,8 @@ class StepLog:
             self._current = step
             self._info.steps += 1
             self._info.last_step = step
-        self._matters += records_that_matter(rows, step, self._info.rank)
-        self._skipped = self._skipped or any(r.phase == "event" and r.tensor == "skip" for r in rows)
+        self._matters += rows.records_that_matter(step, self._info.rank)
+        self._skipped = self._skipped or rows.has_event("skip")
         self._tell_modules()
 
     def _tell_modules(self) -> None:

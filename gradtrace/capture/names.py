@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gradtrace.capture.sites import Site, SitesOfModule, SitesOfState
 from gradtrace.trace.runinfo import ModuleInfo
 
 _WRAPPED_AS = {
@@ -78,7 +79,7 @@ class Root:
 class ModuleEntry:
     """A module that has been given a name, and whether it is to be recorded."""
 
-    __slots__ = ("calls", "info", "is_root", "key", "local", "ref", "root", "selected", "transparent")
+    __slots__ = ("calls", "info", "is_root", "key", "local", "ref", "root", "selected", "sites", "transparent")
 
     def __init__(self, module: nn.Module, root: Root, local: str, selected: bool) -> None:
         self.root = root
@@ -87,6 +88,7 @@ class ModuleEntry:
         self.is_root = local == ""
         self.transparent = is_wrapper(module)
         self.calls = 0
+        self.sites = SitesOfModule(self)
         self.point_to(module)
 
     def point_to(self, module: nn.Module) -> None:
@@ -104,13 +106,16 @@ class ModuleEntry:
 class TensorEntry:
     """A parameter or buffer with its owner's entry and its own name in it."""
 
-    __slots__ = ("kind", "name", "owner", "ref")
+    __slots__ = ("arrival", "kind", "name", "owner", "ref", "sites")
 
     def __init__(self, tensor: Tensor, owner: ModuleEntry, name: str, kind: str) -> None:
         self.ref = weakref.ref(tensor)
         self.owner = owner
         self.name = name
         self.kind = kind
+        self.sites = SitesOfState(owner, kind, name)
+        self.arrival = Site("backward", owner, "grad", name)
+        """Where its gradients arrive."""
 
 
 class _Listed:
@@ -136,12 +141,15 @@ class _Listed:
 def _contents(modules: list[nn.Module]) -> list[Any]:
     """Return what tells whether modules hold what they held before: the names and the identities of it all."""
     contents: list[Any] = []
-    for module in modules:
+    for number, module in enumerate(modules):
         for part in (module._parameters, module._modules, module._buffers):
-            contents += part.keys()
-            contents += map(id, part.values())
+            if part:
+                contents += part
+                contents += map(id, part.values())
+        contents.append(number)
         # Of buffers only floating ones are listed: one that is not could be followed by one that is, at its place.
-        contents += [None if buffer is None else buffer.dtype for buffer in module._buffers.values()]
+        if module._buffers:
+            contents += [None if buffer is None else buffer.dtype for buffer in module._buffers.values()]
     return contents
 
 

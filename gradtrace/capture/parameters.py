@@ -107,11 +107,13 @@ class ParameterWatch:
         return others - {id(p) for p in parameters_of(optimizer)} if others else others
 
     def _record_state(self, phase: str, entry: TensorEntry, tensor: Tensor) -> None:
-        if nn.parameter.is_lazy(tensor) or not (tensor.is_floating_point() or tensor.is_complex()):
+        if type(tensor) is not nn.Parameter and nn.parameter.is_lazy(tensor):
             return
-        # An update through .data leaves no trace in the version: never taken from memory.
-        measure = self._session.record(phase, entry.owner, entry.kind, entry.name, tensor, once=False)
-        if measure is not None and not measure.finite:
+        dtype = tensor.dtype
+        if not (dtype.is_floating_point or dtype.is_complex):
+            return
+        measure = self._session.see_anew(entry.sites[phase], tensor)
+        if measure is not None and measure.counts is not None:
             self._known_bad.add(_state_key(entry))
         elif self._known_bad:
             self._known_bad.discard(_state_key(entry))
@@ -131,8 +133,7 @@ class ParameterWatch:
         with quiet():
             for index, group in enumerate(optimizer.param_groups):
                 self._record_rate(f"{number}.{index}", group.get("lr"))
-            for parameter in parameters_of(optimizer):
-                self._record_final(parameter)
+            self._record_finals(parameters_of(optimizer))
 
     def _record_rate(self, path: str, rate: object) -> None:
         session = self._session
@@ -141,6 +142,14 @@ class ParameterWatch:
         elif isinstance(rate, (int, float)):
             measure = Measure.of_number(float(rate))
             session.rows.append(session.clock.micro_step, "optimizer", None, None, "lr", path, measure)
+
+    def _record_finals(self, parameters: list[Tensor]) -> None:
+        if not self.arrivals.any_nonfinite:
+            gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+            if self._session.surely_finite(gradients):
+                return  # as they were when they arrived
+        for parameter in parameters:
+            self._record_final(parameter)
 
     def _record_final(self, parameter: Tensor) -> None:
         """Record a gradient whose finiteness differs from what arrived: received, spread or cleaned."""

@@ -1,34 +1,33 @@
-"""The rows of the step in flight, kept as tuples until the step ends, then turned into columns at once.
+"""The rows of the step in flight, kept as they come until the step ends, then turned into columns at once.
 
-A row is appended at every boundary, so appending is all that happens there. Names, numbers and shapes are
-looked up once a step, when the columns are built.
+A row is appended at every boundary, so appending is all that happens there. Names, numbers and shapes are looked up
+once a step, when the columns are built (``columns.py``).
 """
 
 from __future__ import annotations
 
 import itertools
+import operator
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pyarrow as pa
-import torch
 
-from gradtrace.capture.statistics import Measure
-from gradtrace.trace.arrow import ARROW_SCHEMA, batch_of_columns
-from gradtrace.trace.schema import COLUMN_NAMES, Record
+from gradtrace.capture.columns import Columns
+from gradtrace.capture.measures import NOTHING, Measure
+from gradtrace.capture.sites import Named, Site, Source
+from gradtrace.trace.schema import Record
 
+__all__ = ["Named", "Row", "RowBuffer", "Rows"]
 
-class Named(Protocol):
-    """Whatever a row belongs to; asked for its name when the step ends, not before."""
+_counts = operator.attrgetter("counts")
+_is_pending = operator.attrgetter("pending")
+_tensor = operator.attrgetter("tensor")
 
-    @property
-    def name(self) -> str | None: ...
-
-
-Source = tuple[Any, str | None, int | None]
-"""Of an operation's row: its name, which is asked for when the step ends, and file and line in the user's code."""
+Entry = tuple[Site, int, int | None, Measure, Sequence[Measure] | None]
+"""A row as it is kept: its site, micro step, call, measure, and what had arrived where it is a final gradient."""
 
 
 class Row(NamedTuple):
@@ -52,29 +51,85 @@ class Row(NamedTuple):
         """Whether the row's numbers are still on an accelerator."""
         return self.measure is not None and self.measure.pending
 
-    @property
-    def matters(self) -> bool:
-        """Whether the row is to be written; known when its numbers are."""
-        if self.arrived is None or self.measure is None:
-            return True
-        return self.measure.finite != all(measure.finite for measure in self.arrived)
+    @classmethod
+    def of(cls, seq: int, entry: Entry) -> Row:
+        """Return a row as others than its keeper see it."""
+        site, micro_step, call, known, arrived = entry
+        measure = None if known is NOTHING else known
+        owner, tensor, path = site.owner, site.tensor, site.path
+        return cls(seq, micro_step, site.phase, owner, call, tensor, path, measure, site.detail, arrived, site.source)
+
+
+class Rows:
+    """Rows that have been taken out of the buffer, with their ``seq``, by columns.
+
+    What is asked of them is asked of a whole column, which costs little: a step has hundreds of rows.
+    """
+
+    def __init__(self, entries: list[Entry], seqs: list[int]) -> None:
+        self.entries = entries
+        self.seqs = seqs
+        columns: Iterable[Any] = zip(*entries, strict=True) if entries else ((), (), (), (), ())
+        self.sites, self.micro_steps, self.calls, self.measures, self._arrived = columns
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(Row.of, self.seqs, self.entries)
+
+    def moved(self, shift: int) -> Rows:
+        """Return the rows with their micro steps moved up."""
+        return Rows([(e[0], e[1] + shift, e[2], e[3], e[4]) for e in self.entries], self.seqs)
+
+    def ready(self) -> tuple[Rows, Rows]:
+        """Return the rows up to the first whose numbers are still on an accelerator, and the rest."""
+        pending = list(map(_is_pending, self.measures))
+        if True not in pending:
+            return self, Rows([], [])
+        first = pending.index(True)
+        return Rows(self.entries[:first], self.seqs[:first]), Rows(self.entries[first:], self.seqs[first:])
+
+    def to_be_written(self) -> Rows:
+        """Return the rows without the final gradients that are as finite as what arrived."""
+        if self._arrived.count(None) == len(self.entries):
+            return self
+        kept = [index for index, entry in enumerate(self.entries) if entry[4] is None or _differs(entry)]
+        return Rows([self.entries[index] for index in kept], [self.seqs[index] for index in kept])
+
+    def has_event(self, name: str) -> bool:
+        """Whether one of the rows is an event of this name."""
+        return name in map(_tensor, self.sites) and any(s.tensor == name and s.phase == "event" for s in self.sites)
+
+    def records_that_matter(self, step: int, rank: int) -> list[Record]:
+        """Return what the incident rules want to see of a step: its non-finite rows, loss scales and start states."""
+        counts = list(map(_counts, self.measures))
+        if counts.count(None) == len(counts) and "loss_scale" not in map(_tensor, self.sites):
+            return []
+        return [
+            record_of(Row.of(seq, entry), step, rank)
+            for seq, entry, found in zip(self.seqs, self.entries, counts, strict=True)
+            if (found is not None or (entry[0].tensor == "loss_scale" and entry[3] is not NOTHING))
+            and entry[0].source is None
+        ]
 
 
 class RowBuffer:
-    """Collects the rows of one step. Appending is safe from several threads, also while rows are taken.
+    """Collects the rows of one step. Adding is safe from several threads, also while rows are taken.
 
     ``seq`` is given when rows are taken: a thread that is interrupted in the middle of ``append`` cannot come
     late with a number that has been passed already.
     """
 
     def __init__(self, rank: int) -> None:
-        self._rank = rank
+        self._columns = Columns(rank)
         self._seq = itertools.count()
         self._lock = threading.RLock()
-        self._rows: list[tuple[Any, ...]] = []
+        self._rows: list[Entry] = []
         self._taken = 0
-        self._arrays: dict[str, tuple[list[Any], pa.Array[Any]]] = {}
-        self._text_of: dict[Any, str | None] = {None: None}
+        self._sites: dict[tuple[str, Named | None, str, str], Site] = {}
+        self.add = self._rows.append
+        """Adds a row."""
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,8 +147,20 @@ class RowBuffer:
         arrived: Sequence[Measure] | None = None,
         source: Source | None = None,
     ) -> None:
-        """Add a row."""
-        self._rows.append((micro_step, phase, owner, call, tensor, path, measure, detail, arrived, source))
+        """Add a row of which nobody has kept the site."""
+        if phase == "event" or source is not None:
+            site = Site(phase, owner, tensor, path, detail, source)
+        else:
+            site = self._site(phase, owner, tensor, path)
+            site = site if detail is None else site.remarked(detail)
+        self.add((site, micro_step, call, NOTHING if measure is None else measure, arrived))
+
+    def _site(self, phase: str, owner: Named | None, tensor: str, path: str) -> Site:
+        key = (phase, owner, tensor, path)
+        site = self._sites.get(key)
+        if site is None:
+            site = self._sites[key] = Site(phase, owner, tensor, path)
+        return site
 
     @property
     def position(self) -> int:
@@ -104,8 +171,8 @@ class RowBuffer:
         """Return the rows from one position up to another that are still here; their ``seq`` is the position."""
         with self._lock:
             first = max(start - self._taken, 0)
-            rows = self._rows[first : None if end is None else max(end - self._taken, 0)]
-            return [Row(self._taken + first + index, *values) for index, values in enumerate(rows)]
+            entries = self._rows[first : None if end is None else max(end - self._taken, 0)]
+            return list(map(Row.of, itertools.count(self._taken + first), entries))
 
     def bring_forward(self, start: int, end: int) -> None:
         """Put the rows from position ``end`` on before those that are between ``start`` and ``end``."""
@@ -115,17 +182,18 @@ class RowBuffer:
 
     def are_all(self, phase: str) -> bool:
         """Whether all rows are of this phase."""
-        return all(row[1] == phase for row in self._rows)
+        return all(entry[0].phase == phase for entry in self._rows)
 
-    def take(self) -> list[Row]:
+    def take(self) -> Rows:
         """Return all rows in order of ``seq`` and start anew."""
-        return [Row(next(self._seq), *values) for values in self._cut()]
+        entries = self._cut()
+        return Rows(entries, list(itertools.islice(self._seq, len(entries))))
 
     def drop(self) -> None:
         """Start anew without the rows."""
         self._cut()
 
-    def _cut(self) -> list[tuple[Any, ...]]:
+    def _cut(self) -> list[Entry]:
         with self._lock:
             count = len(self._rows)
             cut = self._rows[:count]
@@ -133,71 +201,20 @@ class RowBuffer:
             self._taken += count
         return cut
 
-    def batch(self, rows: list[Row], step: int, time: datetime) -> pa.RecordBatch:
+    def batch(self, rows: Rows, step: int, time: datetime) -> pa.RecordBatch:
         """Return the rows as one Arrow batch of step ``step``, which ended at ``time``."""
-        seq, micro_step, phase, owners, call, tensor, path, measures, detail, _, sources = map(
-            list, zip(*rows, strict=True)
-        )
-        measures = [_NOTHING if measure is None else measure for measure in measures]
-        same = len(rows)
-        sources = [source or (None, None, None) for source in sources]
-        names = {owner: None if owner is None else owner.name for owner in set(owners)}
-        columns: dict[str, Any] = dict.fromkeys(COLUMN_NAMES, [None] * same)
-        columns.update(
-            rank=[self._rank] * same,
-            seq=seq,
-            micro_step=micro_step,
-            call=call,
-            phase=phase,
-            module=[names[owner] for owner in owners],
-            tensor=tensor,
-            path=path,
-            dtype=self._texts([m.dtype for m in measures]),
-            shape=self._texts([m.shape for m in measures]),
-            device=self._texts([m.device for m in measures]),
-            numel=[m.numel for m in measures],
-            nan_count=[m.nan for m in measures],
-            posinf_count=[m.posinf for m in measures],
-            neginf_count=[m.neginf for m in measures],
-            min=[m.min for m in measures],
-            max=[m.max for m in measures],
-            norm=[m.norm for m in measures],
-            op=[None if op is None else str(op) for op, _, _ in sources],
-            file=[file for _, file, _ in sources],
-            line=[line for _, _, line in sources],
-            detail=detail,
-        )
-        return self._batch(columns, _repeated("step", step, same) | _repeated("time", time, same))
-
-    def _batch(self, columns: dict[str, list[Any]], repeated: dict[str, pa.Array[Any]]) -> pa.RecordBatch:
-        """Turn columns into Arrow's; most are what they were in the step before, and so are their arrays."""
-        known = {name: array for name, (values, array) in self._arrays.items() if values == columns[name]}
-        batch = batch_of_columns({**columns, **known, **repeated})
-        self._arrays = {name: (values, batch.column(name)) for name, values in columns.items()}
-        return batch
-
-    def _texts(self, values: list[Any]) -> list[str | None]:
-        """Return types, shapes and devices as the file names them; a run has few different ones."""
-        texts = self._text_of
-        for value in set(values).difference(texts):
-            texts[value] = str(list(value)) if isinstance(value, torch.Size) else str(value).removeprefix("torch.")
-        return [texts[value] for value in values]
+        return self._columns.batch(rows, step, time)
 
 
-def records_that_matter(rows: Iterable[Row], step: int, rank: int) -> list[Record]:
-    """Return what the incident rules want to see of a step: its non-finite rows, loss scales and start states."""
-    return [
-        record_of(row, step, rank)
-        for row in rows
-        if row.measure is not None
-        and row.source is None
-        and (row.tensor == "loss_scale" or row.measure.nan or row.measure.posinf or row.measure.neginf)
-    ]
+def _differs(entry: Entry) -> bool:
+    """Whether a final gradient is finite where what arrived is not, or the other way round."""
+    measure, arrived = entry[3], entry[4]
+    return arrived is None or measure.finite != all(each.finite for each in arrived)
 
 
 def record_of(row: Row, step: int, rank: int) -> Record:
     """Return a row as the incident rules know it."""
-    measure = row.measure or _NOTHING
+    measure = row.measure
     return Record(
         step=step,
         seq=row.seq,
@@ -208,26 +225,12 @@ def record_of(row: Row, step: int, rank: int) -> Record:
         call=row.call,
         micro_step=row.micro_step,
         rank=rank,
-        numel=measure.numel,
-        nan_count=measure.nan,
-        posinf_count=measure.posinf,
-        neginf_count=measure.neginf,
-        min=measure.min,
-        max=measure.max,
-        norm=measure.norm,
+        numel=None if measure is None else measure.numel,
+        nan_count=None if measure is None else measure.nan,
+        posinf_count=None if measure is None else measure.posinf,
+        neginf_count=None if measure is None else measure.neginf,
+        min=None if measure is None else measure.min,
+        max=None if measure is None else measure.max,
+        norm=None if measure is None else measure.norm,
         detail=row.detail,
     )
-
-
-def _repeated(name: str, value: Any, count: int) -> dict[str, pa.Array[Any]]:
-    """Return the column ``name`` with one value in all its rows; a list of times is slow to convert."""
-    return {name: pa.repeat(pa.scalar(value, ARROW_SCHEMA.field(name).type), count)}
-
-
-class _Nothing:
-    """The measure of a row that has none: an event."""
-
-    dtype = shape = device = numel = nan = posinf = neginf = min = max = norm = None
-
-
-_NOTHING: Any = _Nothing()

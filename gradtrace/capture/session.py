@@ -7,20 +7,24 @@ Nothing that gradtrace does may be seen by the training (``quiet``), and no erro
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from gradtrace.capture.clock import Clock
+from gradtrace.capture.measures import Measure
 from gradtrace.capture.names import Names
-from gradtrace.capture.rows import Named, RowBuffer
+from gradtrace.capture.readable import Unmeasurable
+from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Schedule
-from gradtrace.capture.statistics import Measure, Statistics, Unmeasurable
+from gradtrace.capture.sites import Named, Site
+from gradtrace.capture.statistics import Statistics
 from gradtrace.errors import GradtraceWarning, NonFiniteError
 
 P = ParamSpec("P")
@@ -84,6 +88,32 @@ class Session:
         self.rows.append(micro, phase, owner, call, tensor, path, measure, detail, arrived)
         return measure
 
+    def see(self, site: Site, value: Tensor, call: int | None, micro_step: int) -> Measure | None:
+        """Measure ``value``, add its row and return the measure, like ``record``; the short way for what comes often.
+
+        The measure of a tensor that has been seen and not changed since is used again.
+        """
+        try:
+            measure = self.statistics.measure_once(value)
+        except CANNOT_MEASURE as error:
+            self.cannot_measure(error)
+            return None
+        self.rows.add((site, micro_step, call, measure, None))
+        return measure
+
+    def see_anew(self, site: Site, value: Tensor) -> Measure | None:
+        """Like ``see``, in the present micro step and outside of any call, but never from memory.
+
+        An update through ``.data`` leaves no trace in a tensor's version.
+        """
+        try:
+            measure = self.statistics.measure(value)
+        except CANNOT_MEASURE as error:
+            self.cannot_measure(error)
+            return None
+        self.rows.add((site, self.clock.micro_step, None, measure, None))
+        return measure
+
     def is_finite(self, value: Tensor) -> bool | None:
         """Whether no element is NaN or infinite; None, and counted, where that cannot be said."""
         try:
@@ -91,6 +121,13 @@ class Session:
         except CANNOT_MEASURE as error:
             self.cannot_measure(error)
             return None
+
+    def surely_finite(self, values: Sequence[Tensor]) -> bool:
+        """Whether one look is enough to see that all elements of all tensors are finite. False says nothing."""
+        try:
+            return self.statistics.surely_finite(values)
+        except CANNOT_MEASURE:
+            return False
 
     def cannot_measure(self, error: Exception) -> None:
         """Count a tensor that could not be measured."""
@@ -133,22 +170,37 @@ def warn(message: str) -> None:
 class quiet:
     """Context in which tensors are measured: no graph, no user modes, nothing that the training could see."""
 
-    __slots__ = ("_grad_mode", "_modes")
+    __slots__ = ("_undo",)
 
     def __enter__(self) -> None:
-        self._modes: Any = None
-        if _dispatch_modes() or _function_modes():
-            self._modes = _without_modes()
-            self._modes.__enter__()
-        self._grad_mode = _grad_mode()
-        if self._grad_mode:
-            _set_grad_mode(False)
+        self._undo = be_quiet()
 
     def __exit__(self, *error: object) -> None:
-        if self._grad_mode:
-            _set_grad_mode(True)
-        if self._modes is not None:
-            self._modes.__exit__(None, None, None)
+        if self._undo is not None:
+            self._undo()
+
+
+def be_quiet() -> Callable[[], object] | None:
+    """Do what ``quiet`` does until the function that is returned is called; None if there is nothing to undo.
+
+    For what happens hundreds of times a step. To be followed by try and finally.
+    """
+    if _dispatch_modes() or _function_modes():
+        return _without_modes_and_grad()
+    if _grad_mode():
+        _set_grad_mode(False)
+        return _grad_mode_on
+    return None
+
+
+_grad_mode_on = functools.partial(_set_grad_mode, True)
+
+
+def _without_modes_and_grad() -> Callable[[], object]:
+    undo = contextlib.ExitStack()
+    undo.enter_context(_without_modes())
+    undo.enter_context(torch.no_grad())
+    return undo.close
 
 
 @contextlib.contextmanager
@@ -157,10 +209,11 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
+_is_compiling = torch.compiler.is_compiling
+_tracing_state = torch._C._get_tracing_state
+_functorch_level = torch._C._functorch.peek_interpreter_stack
+
+
 def cannot_observe() -> bool:
     """Whether a call runs where values do not exist: traced, compiled, or inside of a functorch transform."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._get_tracing_state() is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
+    return _functorch_level() is not None or _tracing_state() is not None or _is_compiling()

@@ -1,9 +1,8 @@
 """Tensor -> counts of NaN, +Inf and -Inf, and min, max and L2 norm of the finite elements.
 
-On the CPU a look at a value costs nothing, so two fast passes (``aminmax`` and a norm) give the verdict of a
-finite tensor and the exact counts run only when those say that something is wrong. On an accelerator nothing
-waits: the same numbers are computed by the device, stay there, and ``resolve`` brings all of them over in one
-copy. Only this module looks at the values of tensors.
+On the CPU the numbers are there at once (``on_host.py``). On an accelerator nothing waits: the same numbers are
+computed by the device, stay there, and ``resolve`` brings all of them over in one copy (``on_device.py``). Only
+these modules look at the values of tensors.
 """
 
 from __future__ import annotations
@@ -12,84 +11,23 @@ import math
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-_INTEGER_TYPES = frozenset(
-    {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
-)
-_SAFE_LARGEST = 1e14
-"""Largest magnitude whose squares, summed over 1e10 elements, stay below float32's limit of 3.4e38."""
-_SAFE_SMALLEST = 1e-12
-"""Smallest largest-magnitude whose squares float32 still holds with its full precision."""
-_DOT_FROM = 32_768
-"""Number of elements from which ``dot`` beats ``vector_norm`` on the CPU, in time and in precision."""
-_SCALAR = torch.Size([])
-_HOST = torch.device("cpu")
-_LARGEST_COPY = 4_000_000
-"""Number of elements up to which a tensor with gaps is copied rather than added up in float64, which is slower."""
-_SPARSE_VALUES = {
-    torch.sparse_coo: Tensor._values,
-    torch.sparse_csr: Tensor.values,
-    torch.sparse_csc: Tensor.values,
-    torch.sparse_bsr: Tensor.values,
-    torch.sparse_bsc: Tensor.values,
-}
+from gradtrace.capture import on_device, on_host
+from gradtrace.capture.measures import Kind, Measure
+from gradtrace.capture.readable import INTEGER_TYPES, Unmeasurable, values_of
 
+__all__ = ["Measure", "Statistics", "Unmeasurable"]
 
-class Unmeasurable(Exception):
-    """A tensor whose values cannot be looked at; the message is the reason, in a few words."""
-
-
-class Measure:
-    """What is known of one tensor: its kind and the statistics of its elements.
-
-    ``nan``, ``posinf`` and ``neginf`` are counts. ``min``, ``max`` and ``norm`` are over the finite elements
-    and None when there is none. Of a complex tensor the magnitudes are measured; of an integer tensor only
-    ``min`` and ``max``. On an accelerator the numbers are None until ``Statistics.resolve`` has run.
-    """
-
-    __slots__ = (
-        "device",
-        "dtype",
-        "max",
-        "min",
-        "nan",
-        "neginf",
-        "norm",
-        "numel",
-        "pending",
-        "posinf",
-        "shape",
-    )
-
-    def __init__(self, dtype: torch.dtype, shape: torch.Size, device: torch.device, numel: int) -> None:
-        self.dtype = dtype
-        self.shape = shape
-        self.device = device
-        self.numel = numel
-        self.nan = self.posinf = self.neginf = 0
-        self.min: float | None = None
-        self.max: float | None = None
-        self.norm: float | None = None
-        self.pending = False
-
-    @classmethod
-    def of_number(cls, value: float) -> Measure:
-        """Return the measure of a Python number, such as a learning rate."""
-        measure = cls(torch.float64, _SCALAR, _HOST, 1)
-        if math.isfinite(value):
-            measure.min = measure.max = value
-            measure.norm = abs(value)
-        else:
-            measure.nan, measure.posinf, measure.neginf = int(value != value), int(value > 0), int(value < 0)
-        return measure
-
-    @property
-    def finite(self) -> bool:
-        """Whether no element is NaN or infinite."""
-        return not (self.nan or self.posinf or self.neginf)
+_MOST_KINDS = 10_000
+"""A training whose shapes change all the time would fill the memory with kinds."""
+_QUICK_TYPES = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
+_STRIDED = torch.strided
+_reference = weakref.ref
 
 
 class Statistics:
@@ -100,6 +38,7 @@ class Statistics:
         self._on_device = on_device
         self._lock = threading.RLock()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Measure]] = {}
+        self._kinds: dict[tuple[object, ...], Kind] = {}
         self._pending: list[tuple[Measure, Tensor]] = []
         self.saw_nonfinite = False
         """Whether something non-finite has been measured since this was last set to False."""
@@ -114,12 +53,16 @@ class Statistics:
         Raises:
             Unmeasurable: see ``measure``.
         """
-        known = self._seen.get(id(tensor))
-        if known is not None and known[0]() is tensor and known[1] == tensor._version:
+        try:
+            version = tensor._version
+        except RuntimeError:  # an inference tensor has none
+            return self.measure(tensor)
+        key = id(tensor)
+        known = self._seen.get(key)
+        if known is not None and known[1] == version and known[0]() is tensor:
             return known[2]
         measure = self.measure(tensor)
-        if not tensor.is_inference():
-            self._seen[id(tensor)] = (weakref.ref(tensor), tensor._version, measure)
+        self._seen[key] = (_reference(tensor), version, measure)
         return measure
 
     def known(self, tensor: Tensor) -> Measure | None:
@@ -136,22 +79,45 @@ class Statistics:
             Unmeasurable: the values cannot be read: meta, fake, quantized or nested tensors, tensors inside
                 of a functorch transform, types without order.
         """
-        values = _values_of(tensor)
-        measure = Measure(tensor.dtype, tensor.shape, tensor.device, values.numel())
+        if type(tensor) in _PLAIN_CLASSES and tensor.layout is _STRIDED and not tensor.is_nested:
+            kind = self._kinds.get((tensor.dtype, tensor.shape, tensor.device)) or self._kind_of(tensor, tensor)
+            if kind.is_quick:
+                measure = Measure(kind)
+                on_host.fill(measure, tensor)
+                if measure.counts is not None:
+                    self.saw_nonfinite = True
+                return measure
+        return self._measure_values(tensor, values_of(tensor))
+
+    def _measure_values(self, tensor: Tensor, values: Tensor) -> Measure:
+        measure = Measure(self._kind_of(tensor, values))
         if measure.numel == 0:
             return measure
-        is_integer = values.dtype in _INTEGER_TYPES
+        is_integer = values.dtype in INTEGER_TYPES
         if self.waits(values):
-            numbers = _device_extremes(values) if is_integer else _device_numbers(values)
+            numbers = on_device.extremes_of(values) if is_integer else on_device.numbers_of(values)
             measure.pending = True
             self._pending.append((measure, numbers))
         elif is_integer:
             low, high = torch.aminmax(values)
             measure.min, measure.max = float(low.item()), float(high.item())
         else:
-            _fill_float(measure, values)
+            on_host.fill(measure, values)
             self.saw_nonfinite = self.saw_nonfinite or not measure.finite
         return measure
+
+    def _kind_of(self, tensor: Tensor, values: Tensor) -> Kind:
+        """Return the kind of a tensor of which ``values`` are measured: the same for all that are alike."""
+        dtype, shape, device, numel = tensor.dtype, tensor.shape, tensor.device, values.numel()
+        key = (dtype, shape, device) if values is tensor else (dtype, shape, device, numel)
+        kind = self._kinds.get(key)
+        if kind is None:
+            is_quick = values is tensor and numel > 0 and dtype in _QUICK_TYPES
+            is_quick = is_quick and device.type != "meta" and not self.waits(tensor)
+            if len(self._kinds) >= _MOST_KINDS:
+                self._kinds.clear()
+            kind = self._kinds[key] = Kind(dtype, shape, device, numel, is_quick=is_quick)
+        return kind
 
     def waits(self, tensor: Tensor) -> bool:
         """Whether the numbers of ``tensor`` stay on its device until ``resolve``."""
@@ -163,13 +129,27 @@ class Statistics:
         Raises:
             Unmeasurable: see ``measure``.
         """
-        values = _values_of(tensor)
-        if values.numel() == 0 or values.dtype in _INTEGER_TYPES:
+        values = values_of(tensor)
+        if values.numel() == 0 or values.dtype in INTEGER_TYPES:
             return True
-        if math.isfinite(values.sum().item()):
+        is_flat = values.dtype is torch.float32 and values.dim() == 1
+        if math.isfinite((torch.dot(values, values) if is_flat else values.sum()).item()):
             return True
-        low, high = torch.aminmax(values)  # a sum may overflow
+        low, high = torch.aminmax(values)  # a sum may overflow, of squares even more so
         return math.isfinite(low.item()) and math.isfinite(high.item())
+
+    def surely_finite(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether one look is enough to see that all elements of all tensors are finite. False says nothing."""
+        if self._on_device or not tensors:
+            return not tensors
+        dtype = tensors[0].dtype
+        for tensor in tensors:
+            plain = type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and tensor.layout is _STRIDED
+            if not plain or tensor.dtype is not dtype or tensor.is_nested:
+                return False
+        if dtype not in _QUICK_TYPES:
+            return False
+        return math.isfinite(torch.stack([tensor.sum() for tensor in tensors]).sum().item())
 
     @property
     def waiting(self) -> int:
@@ -186,8 +166,7 @@ class Statistics:
         for group in by_device.values():
             rows = torch.stack([numbers for _, numbers in group]).tolist()
             for (measure, _), row in zip(group, rows, strict=True):
-                _fill_from_row(measure, row)
-                measure.pending = False
+                on_device.fill_from_row(measure, row)
                 self.saw_nonfinite = self.saw_nonfinite or not measure.finite
 
     def _taken(self) -> list[tuple[Measure, Tensor]]:
@@ -201,121 +180,3 @@ class Statistics:
     def forget(self) -> None:
         """Drop what was remembered of tensors, so that memory does not grow from step to step."""
         self._seen.clear()
-
-
-def _values_of(tensor: Tensor) -> Tensor:
-    """Return the floating or integer tensor to look at, or say why there is none."""
-    if tensor.layout is not torch.strided:
-        if tensor.layout is torch.jagged:
-            return _values_of(tensor.values())
-        if tensor.layout not in _SPARSE_VALUES:
-            raise Unmeasurable(f"{tensor.layout} layout")
-        return _values_of(_SPARSE_VALUES[tensor.layout](tensor))
-    if type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-        tensor = _plain(tensor)
-    if tensor.device.type == "meta":
-        raise Unmeasurable("meta tensor")
-    if tensor.is_nested:
-        raise Unmeasurable("nested tensor")
-    if tensor.is_complex():
-        return _magnitudes(tensor)
-    if tensor.is_floating_point():
-        # Eight-bit floats have no kernels of their own.
-        return tensor.float() if tensor.dtype.itemsize == 1 else tensor
-    if tensor.dtype in _INTEGER_TYPES:
-        return tensor.long() if tensor.dtype.is_signed is False and tensor.dtype.itemsize > 1 else tensor
-    raise Unmeasurable(f"{str(tensor.dtype).removeprefix('torch.')} tensor")
-
-
-def _magnitudes(tensor: Tensor) -> Tensor:
-    # In its own precision the magnitude of a finite element may be infinite.
-    own_precision = tensor.dtype is torch.complex128 or tensor.device.type == "mps"
-    return tensor.abs() if own_precision else tensor.to(torch.complex128).abs()
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a subclass's tensor without its behaviour: of a DTensor the local shard, no collective."""
-    if hasattr(tensor, "to_local"):
-        local: Tensor = tensor.to_local()
-        return local
-    if hasattr(type(tensor), "__torch_dispatch__") and type(tensor).__torch_dispatch__ is not (
-        torch._C._disabled_torch_dispatch_impl
-    ):
-        raise Unmeasurable(type(tensor).__name__)
-    return tensor.as_subclass(Tensor)
-
-
-def _fill_float(measure: Measure, values: Tensor) -> None:
-    low_tensor, high_tensor = torch.aminmax(values)
-    low, high = low_tensor.item(), high_tensor.item()
-    if math.isfinite(low) and math.isfinite(high):
-        measure.min, measure.max = low, high
-        measure.norm = _norm(values, max(abs(low), abs(high)))
-        return
-    measure.nan = int(torch.isnan(values).sum().item())
-    measure.posinf = int(torch.isposinf(values).sum().item())
-    measure.neginf = int(torch.isneginf(values).sum().item())
-    finite = values[torch.isfinite(values)]
-    if finite.numel():
-        low_tensor, high_tensor = torch.aminmax(finite)
-        measure.min, measure.max = low_tensor.item(), high_tensor.item()
-        measure.norm = _norm(finite, max(abs(measure.min), abs(measure.max)))
-
-
-def _norm(values: Tensor, largest: float) -> float:
-    """Return the L2 norm of finite values; ``largest`` is their largest magnitude."""
-    if largest == 0.0:
-        return 0.0
-    if values.dtype is torch.float64:
-        if 1e-140 < largest < 1e140:
-            return float(torch.linalg.vector_norm(values).item())
-        return largest * float(torch.linalg.vector_norm(values / largest).item())
-    if not _SAFE_SMALLEST < largest < _SAFE_LARGEST:
-        return float(torch.linalg.vector_norm(values, dtype=torch.float64).item())
-    if values.numel() >= _DOT_FROM:
-        # Over strides vector_norm adds up one by one in float32, which is off by 1e-3 for large tensors.
-        if not values.is_contiguous() and values.numel() > _LARGEST_COPY:
-            return float(torch.linalg.vector_norm(values, dtype=torch.float64).item())
-        flat = values.reshape(-1).float()
-        return math.sqrt(torch.dot(flat, flat).item())
-    return float(torch.linalg.vector_norm(values, dtype=torch.float32).item())
-
-
-def _device_numbers(values: Tensor) -> Tensor:
-    """Return nan, posinf, neginf, min, max and norm as one tensor on the device of ``values``, without a wait.
-
-    A tensor without a finite element has min = +Inf and max = -Inf.
-    """
-    kind = _number_type(values)
-    finite = torch.isfinite(values)
-    clean = torch.where(finite, values, 0)
-    largest = clean.abs().amax().to(kind)
-    scale = torch.where(largest > 0, largest, 1)
-    numbers = (
-        torch.isnan(values).sum(),
-        torch.isposinf(values).sum(),
-        torch.isneginf(values).sum(),
-        torch.where(finite, values, math.inf).amin(),
-        torch.where(finite, values, -math.inf).amax(),
-        torch.linalg.vector_norm(clean.to(kind) / scale) * scale,
-    )
-    return torch.stack([number.to(kind) for number in numbers])
-
-
-def _device_extremes(values: Tensor) -> Tensor:
-    """Return the same six numbers of integers, of which only min and max mean something."""
-    low, high = (number.to(_number_type(values)) for number in torch.aminmax(values))
-    zero = torch.zeros_like(low)
-    return torch.stack([zero, zero, zero, low, high, torch.full_like(low, math.nan)])
-
-
-def _number_type(values: Tensor) -> torch.dtype:
-    # MPS has no float64.
-    return torch.float32 if values.device.type == "mps" else torch.float64
-
-
-def _fill_from_row(measure: Measure, row: list[float]) -> None:
-    measure.nan, measure.posinf, measure.neginf = int(row[0]), int(row[1]), int(row[2])
-    if row[3] <= row[4]:
-        measure.min, measure.max = row[3], row[4]
-        measure.norm = None if math.isnan(row[5]) else row[5]

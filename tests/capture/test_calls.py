@@ -153,14 +153,14 @@ def test_a_module_that_catches_what_its_child_raises_goes_on(tmp_path: Path) -> 
 def test_an_interrupt_while_inputs_are_measured_leaves_nothing_open(tmp_path: Path) -> None:
     model = net()
     with Tracer(model, tmp_path / "run.parquet") as tracer:
-        measure = tracer._session.record
+        measure = tracer._session.see
 
         def interrupted(*args: Any, **kwargs: Any) -> None:
-            tracer._session.record = measure  # type: ignore[method-assign]
+            tracer._session.see = measure  # type: ignore[method-assign]
             raise KeyboardInterrupt
 
         step(model)
-        tracer._session.record = interrupted  # type: ignore[assignment,method-assign]
+        tracer._session.see = interrupted  # type: ignore[assignment,method-assign]
         with pytest.raises(KeyboardInterrupt):
             model(X)
         assert tracer._calls._thread.stack == []

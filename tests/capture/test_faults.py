@@ -23,6 +23,7 @@ from gradtrace.capture.clock import Clock
 from gradtrace.capture.log import StepLog
 from gradtrace.capture.names import Names
 from gradtrace.capture.parameters import ParameterWatch
+from gradtrace.capture.places import Hooks
 from gradtrace.capture.session import Session
 from gradtrace.capture.statistics import Statistics
 from gradtrace.capture.steps import Steps
@@ -83,9 +84,9 @@ PLACES = [
     (GraphGradients, "call_begins"),
     (GraphGradients, "call_returns"),
     (GraphGradients, "outermost_ended"),
-    (GraphGradients, "_arrived"),
-    (GraphGradients, "_left"),
-    (GraphGradients, "_passed"),
+    (Hooks, "_arrived"),
+    (Hooks, "_left"),
+    (Hooks, "_passed"),
     (GraphGradients, "backward_ended"),
     (GraphGradients, "never_fired"),
     (BackwardWatch, "_backward_starts"),
@@ -104,6 +105,7 @@ PLACES = [
     (Names, "tensors"),
     (Names, "freeze"),
     (Session, "record"),
+    (Session, "see"),
     (Statistics, "measure"),
     (Statistics, "resolve"),
     (StepLog, "end_step"),

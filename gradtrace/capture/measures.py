@@ -1,0 +1,123 @@
+"""``Measure``: what is known of one tensor. Its ``Kind`` is shared by all tensors that are alike.
+
+A step makes hundreds of measures, and the next step makes the same again: what they share is made once, so that
+the rest is a handful of numbers, and that alike can be told by identity.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+_SCALAR = torch.Size([])
+_HOST = torch.device("cpu")
+_NO_COUNTS = (0, 0, 0)
+
+
+class Kind:
+    """Type, shape, device and number of elements of a tensor; ``is_quick``: the fast way of measuring takes it.
+
+    ``texts`` are type, shape and device as the file names them.
+    """
+
+    __slots__ = ("device", "dtype", "is_quick", "numel", "shape", "texts")
+
+    def __init__(
+        self, dtype: torch.dtype, shape: torch.Size, device: torch.device, numel: int, *, is_quick: bool = False
+    ) -> None:
+        self.dtype = dtype
+        self.shape = shape
+        self.device = device
+        self.numel = numel
+        self.is_quick = is_quick
+        self.texts = (str(dtype).removeprefix("torch."), str(list(shape)), str(device))
+
+
+_NUMBER = Kind(torch.float64, _SCALAR, _HOST, 1)
+
+
+class Measure:
+    """What is known of one tensor: its kind and the statistics of its elements.
+
+    ``counts`` are those of NaN, +Inf and -Inf, None where all elements are finite. ``min``, ``max`` and ``norm``
+    are over the finite elements and None when there is none. Of a complex tensor the magnitudes are measured; of
+    an integer tensor only ``min`` and ``max``. On an accelerator the numbers are None until ``Statistics.resolve``
+    has run.
+    """
+
+    __slots__ = ("counts", "kind", "max", "min", "norm", "pending")
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.counts: tuple[int, int, int] | None = None
+        self.min: float | None = None
+        self.max: float | None = None
+        self.norm: float | None = None
+        self.pending = False
+
+    @classmethod
+    def of_number(cls, value: float) -> Measure:
+        """Return the measure of a Python number, such as a learning rate."""
+        measure = cls(_NUMBER)
+        if math.isfinite(value):
+            measure.min = measure.max = value
+            measure.norm = abs(value)
+        else:
+            measure.counts = int(value != value), int(value > 0), int(value < 0)
+        return measure
+
+    def count(self, nan: int, posinf: int, neginf: int) -> None:
+        """Note how many elements are NaN, +Inf and -Inf."""
+        self.counts = (nan, posinf, neginf) if nan or posinf or neginf else None
+
+    @property
+    def finite(self) -> bool:
+        """Whether no element is NaN or infinite."""
+        return self.counts is None
+
+    @property
+    def nan(self) -> int:
+        """How many elements are NaN."""
+        return (self.counts or _NO_COUNTS)[0]
+
+    @property
+    def posinf(self) -> int:
+        """How many elements are +Inf."""
+        return (self.counts or _NO_COUNTS)[1]
+
+    @property
+    def neginf(self) -> int:
+        """How many elements are -Inf."""
+        return (self.counts or _NO_COUNTS)[2]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the elements."""
+        return self.kind.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of the tensor."""
+        return self.kind.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensor."""
+        return self.kind.device
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.kind.numel
+
+
+class _Nothing:
+    """The measure of what has none, an event: every column of it is NULL."""
+
+    counts = kind = max = min = norm = None
+    pending = False
+
+
+NOTHING: Any = _Nothing()

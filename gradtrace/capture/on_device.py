@@ -1,0 +1,52 @@
+"""The numbers of a tensor on an accelerator: computed there, left there, and read later, all in one copy."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from gradtrace.capture.measures import Measure
+
+
+def numbers_of(values: Tensor) -> Tensor:
+    """Return nan, posinf, neginf, min, max and norm as one tensor on the device of ``values``, without a wait.
+
+    A tensor without a finite element has min = +Inf and max = -Inf.
+    """
+    kind = _number_type(values)
+    finite = torch.isfinite(values)
+    clean = torch.where(finite, values, 0)
+    largest = clean.abs().amax().to(kind)
+    scale = torch.where(largest > 0, largest, 1)
+    numbers = (
+        torch.isnan(values).sum(),
+        torch.isposinf(values).sum(),
+        torch.isneginf(values).sum(),
+        torch.where(finite, values, math.inf).amin(),
+        torch.where(finite, values, -math.inf).amax(),
+        torch.linalg.vector_norm(clean.to(kind) / scale) * scale,
+    )
+    return torch.stack([number.to(kind) for number in numbers])
+
+
+def extremes_of(values: Tensor) -> Tensor:
+    """Return the same six numbers of integers, of which only min and max mean something."""
+    low, high = (number.to(_number_type(values)) for number in torch.aminmax(values))
+    zero = torch.zeros_like(low)
+    return torch.stack([zero, zero, zero, low, high, torch.full_like(low, math.nan)])
+
+
+def fill_from_row(measure: Measure, row: list[float]) -> None:
+    """Fill in the six numbers, which have come to the host."""
+    measure.count(int(row[0]), int(row[1]), int(row[2]))
+    if row[3] <= row[4]:
+        measure.min, measure.max = row[3], row[4]
+        measure.norm = None if math.isnan(row[5]) else row[5]
+    measure.pending = False
+
+
+def _number_type(values: Tensor) -> torch.dtype:
+    # MPS has no float64.
+    return torch.float32 if values.device.type == "mps" else torch.float64
