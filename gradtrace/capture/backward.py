@@ -18,6 +18,7 @@ from gradtrace.capture.boundaries import Found
 from gradtrace.capture.calls import Frame
 from gradtrace.capture.graph import Edge, Entrance, GraphMap, Step, sequence_number
 from gradtrace.capture.names import ModuleEntry
+from gradtrace.capture.replay.kept import Alive
 from gradtrace.capture.session import Session, quiet
 
 Arrived = Sequence[Tensor | None]
@@ -106,6 +107,7 @@ class GraphGradients:
         self._on_departure = session.guarded(self._departed)
         self._on_own_use = session.guarded(self._used)
         self._on_passing = session.guarded(self._passed)
+        self._on_output_gradient = session.guarded(self._output_reached)
         self.visits = 0
 
     def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None:
@@ -144,6 +146,26 @@ class GraphGradients:
             places = [(n, _Place(frame, path, outermost.watched, insides.get((node, n)))) for n, path in numbers]
             graph.on_arrival(node, functools.partial(self._on_arrival, places))
         self._watch_inputs(frame, outermost.watched, entrances, region.certain)
+
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """Keep what arrives at an outermost call's outputs for a replay; nothing is recorded.
+
+        Where there are several, one may have been made of another: then what lies inside must be known.
+        """
+        if frame.alive is None:
+            return
+        made_here = self._made_here(frame, outputs)
+        numbers = [number for numbers in made_here.values() for number in numbers]
+        if len(numbers) != 1:
+            self.call_returns(frame, frame, outputs)
+            return
+        (node,), ((number, path),) = made_here, numbers
+        node.register_prehook(functools.partial(self._on_output_gradient, frame.alive, number, path))
+
+    def _output_reached(self, alive: Alive, number: int, path: str, gradients: Arrived) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            alive.kept.gradient_arrived(path, gradient)
 
     def outermost_ended(self) -> None:
         """Drop the nodes of the pass."""

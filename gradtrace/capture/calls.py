@@ -8,20 +8,22 @@ of the object they are given as ``gradients``.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
+from gradtrace.capture.boundaries import Found, is_computed, tensors_in_arguments, tensors_in_result
+from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call
 from gradtrace.capture.names import ModuleEntry, is_wrapper
 from gradtrace.capture.replay.kept import Alive, Keeper, Kept
 from gradtrace.capture.roots import find_root
-from gradtrace.capture.session import Session, cannot_observe, quiet
+from gradtrace.capture.session import CANNOT_MEASURE, Session, cannot_observe, quiet
 from gradtrace.capture.statistics import _INTEGER_TYPES, Measure
 from gradtrace.trace.incident import DETACHED
 
@@ -65,6 +67,9 @@ class Gradients(Protocol):
 
     def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None: ...
 
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """An outermost call returns in a step that is only watched."""
+
     def outermost_ended(self) -> None: ...
 
 
@@ -93,10 +98,12 @@ class Calls:
         discover: bool,
         keeper: Keeper | None = None,
         look_at_state: Callable[[ModuleEntry, str], None] = lambda entry, phase: None,
+        look_at_weights: Callable[[], None] = lambda: None,
     ) -> None:
         self._session = session
         self._keeper = keeper
         self._look_at_state = look_at_state
+        self._look_at_weights = look_at_weights
         self._gradients = gradients
         self._on_outermost = on_outermost
         self._discover = discover
@@ -132,9 +139,11 @@ class Calls:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
         """Open a call; return None for one that is not watched."""
+        stack = self._thread.stack
+        if not self._session.capturing and (stack or _inside_backward()):
+            return None
         if cannot_observe() or self._thread.paused:
             return None
-        stack = self._thread.stack
         entry = self._session.names.entry(module)
         if entry is None:
             entry = self.admit(module)
@@ -145,14 +154,16 @@ class Calls:
         if not stack:
             self._announce(entry, args, kwargs)
         frame = self._open(entry, stack)
-        if self._session.capturing:
-            try:
-                if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
-                    self._keep(self._keeper, frame, module, args, kwargs)
+        try:
+            if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
+                self._keep(self._keeper, frame, module, args, kwargs)
+            if self._session.capturing:
                 self._see_inputs(frame, args, kwargs)
-            except BaseException:
-                self._unwind(stack, frame)
-                raise
+            else:
+                frame.start = sequence_number()
+        except BaseException:
+            self._unwind(stack, frame)
+            raise
         return frame
 
     def finish(self, frame: Frame, result: Any) -> None:
@@ -167,6 +178,8 @@ class Calls:
                     self._see_outputs(frame, outputs)
                 self._kept_returned(frame, outputs)
                 self._gradients.call_returns(frame, outermost, outputs)
+        elif frame.is_outermost and not self._session.capturing:
+            self._watch_outputs(frame, self._flat(tensors_in_result, result))
         if not stack:
             self._gradients.outermost_ended()
 
@@ -299,7 +312,7 @@ class Calls:
         with quiet():
             if frame.entry.selected:
                 for path, value in inputs:
-                    phase = "input" if is_batch and not _is_computed(value) else frame.phase
+                    phase = "input" if is_batch and not is_computed(value) else frame.phase
                     self._record(frame, "input", phase, path, value)
             self._gradients.call_begins(frame, inputs, grad_mode=grad_mode)
         frame.captured = True
@@ -314,6 +327,34 @@ class Calls:
             self._look_at_state(frame.entry, frame.phase)
             rows.bring_forward(start, end)
 
+    def _watch_outputs(self, frame: Frame, outputs: Found) -> None:
+        """Look at what an outermost call returns in a step that is only watched, and keep what a replay needs."""
+        with quiet():
+            totals = {
+                path: total for path, value in outputs if (total := self._look_at(frame, path, value)) is not None
+            }
+            self._kept_returned(frame, outputs)
+            if frame.kept is not None:
+                frame.kept.totals = totals
+            self._gradients.watched_call_returns(frame, outputs)
+
+    def _look_at(self, frame: Frame, path: str, value: Tensor) -> Tensor | None:
+        """Return the sum of an output; one that is not finite gets a row, and on an accelerator each may."""
+        if not (value.dtype.is_floating_point or value.dtype.is_complex):
+            return None
+        statistics = self._session.statistics
+        try:
+            total = statistics.total(value)
+            if not statistics.waits(total):
+                if math.isfinite(total.item()) or statistics.all_finite(value):
+                    return total
+                self._look_at_weights()
+        except CANNOT_MEASURE as error:
+            self._session.cannot_measure(error)
+            return None
+        self._record(frame, "output", frame.phase, path, value, arrived=())
+        return total
+
     def _flat(self, flatten: Callable[..., Found], *nested: Any) -> Found:
         """Flatten arguments or a result; containers may be of the user's own making, and raise."""
         try:
@@ -322,7 +363,15 @@ class Calls:
             self._session.unmeasured[f"{type(error).__name__} while looking into arguments or results"] += 1
             return []
 
-    def _record(self, frame: Frame, tensor: str, phase: str, path: str, value: Tensor) -> Measure | None:
+    def _record(
+        self,
+        frame: Frame,
+        tensor: str,
+        phase: str,
+        path: str,
+        value: Tensor,
+        arrived: Sequence[Measure] | None = None,
+    ) -> Measure | None:
         dtype = value.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             # Labels and token ids; other integers and masks inside of a model are passed over.
@@ -331,7 +380,15 @@ class Calls:
                 return None
         detail = DETACHED if tensor == "output" and _is_only_looked_at(frame, value) else None
         return self._session.record(
-            phase, frame.entry, tensor, path, value, call=frame.call, micro_step=frame.micro_step, detail=detail
+            phase,
+            frame.entry,
+            tensor,
+            path,
+            value,
+            call=frame.call,
+            micro_step=frame.micro_step,
+            detail=detail,
+            arrived=arrived,
         )
 
 
@@ -343,13 +400,6 @@ def _is_only_looked_at(frame: Frame, value: Tensor) -> bool:
         and not value.requires_grad
         and not frame.entry.root.owns_parameters
     )
-
-
-def _is_computed(value: Tensor) -> bool:
-    try:
-        return value.grad_fn is not None
-    except RuntimeError:  # a view whose base was changed in place: torch knows that it had a history
-        return True
 
 
 def _inside_backward() -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, Protocol
 
@@ -113,17 +113,34 @@ class RowBuffer:
             first, last = max(start - self._taken, 0), max(end - self._taken, 0)
             self._rows[first:] = self._rows[last:] + self._rows[first:last]
 
-    def are_all(self, phase: str) -> bool:
-        """Whether all rows are of this phase."""
-        return all(row[1] == phase for row in self._rows)
+    def withdraw(self, start: int) -> list[Row]:
+        """Take the rows from a position on out again: they come before those in front of them."""
+        with self._lock:
+            first = max(start - self._taken, 0)
+            withdrawn = self._rows[first:]
+            del self._rows[first:]
+        return [Row(next(self._seq), *values) for values in withdrawn]
+
+    def replace(self, start: int, end: int, rows: Sequence[Row]) -> None:
+        """Put ``rows`` in the place of those between two positions; their ``seq`` does not matter."""
+        with self._lock:
+            first, last = max(start - self._taken, 0), max(end - self._taken, 0)
+            self._rows[first:last] = [tuple(row[1:]) for row in rows]
+
+    def are_all(self, *phases: str) -> bool:
+        """Whether all rows are of these phases."""
+        return all(row[1] in phases for row in self._rows)
 
     def take(self) -> list[Row]:
         """Return all rows in order of ``seq`` and start anew."""
         return [Row(next(self._seq), *values) for values in self._cut()]
 
-    def drop(self) -> None:
-        """Start anew without the rows."""
-        self._cut()
+    def keep(self, wanted: Callable[[Measure | None, str], bool]) -> None:
+        """Leave only rows of which the measure and the column ``tensor`` are wanted."""
+        with self._lock:
+            before = len(self._rows)
+            self._rows[:] = [row for row in self._rows if wanted(row[6], row[4])]
+            self._taken += before - len(self._rows)  # positions go on as if they were here
 
     def _cut(self) -> list[tuple[Any, ...]]:
         with self._lock:

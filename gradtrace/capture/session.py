@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.names import Names
 from gradtrace.capture.rows import Named, RowBuffer
-from gradtrace.capture.schedule import Schedule
+from gradtrace.capture.schedule import Captures
 from gradtrace.capture.statistics import Measure, Statistics, Unmeasurable
 from gradtrace.errors import GradtraceWarning, NonFiniteError
 
@@ -38,11 +38,11 @@ _function_modes = torch._C._len_torch_function_stack
 class Session:
     """The state of one recording.
 
-    ``capturing`` says whether the step in flight is recorded; ``active`` turns false for good when the
+    ``capturing`` says whether the step in flight is captured in full; ``active`` turns false for good when the
     recording ends, after which hooks that are still in some graph do nothing.
     """
 
-    def __init__(self, names: Names, schedule: Schedule, clock: Clock, rows: RowBuffer, statistics: Statistics) -> None:
+    def __init__(self, names: Names, schedule: Captures, clock: Clock, rows: RowBuffer, statistics: Statistics) -> None:
         self.active = True
         self.names = names
         self.schedule = schedule

@@ -8,10 +8,13 @@ copy. Only this module looks at the values of tensors.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import threading
 import weakref
 from collections import defaultdict
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -79,12 +82,17 @@ class Measure:
     def of_number(cls, value: float) -> Measure:
         """Return the measure of a Python number, such as a learning rate."""
         measure = cls(torch.float64, _SCALAR, _HOST, 1)
-        if math.isfinite(value):
-            measure.min = measure.max = value
-            measure.norm = abs(value)
-        else:
-            measure.nan, measure.posinf, measure.neginf = int(value != value), int(value > 0), int(value < 0)
+        measure.be(value)
         return measure
+
+    def be(self, value: float) -> None:
+        """Become the measure of a number, which may not have been known before."""
+        self.pending = False
+        if math.isfinite(value):
+            self.min = self.max = value
+            self.norm = abs(value)
+        else:
+            self.nan, self.posinf, self.neginf = int(value != value), int(value > 0), int(value < 0)
 
     @property
     def finite(self) -> bool:
@@ -100,7 +108,7 @@ class Statistics:
         self._on_device = on_device
         self._lock = threading.RLock()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Measure]] = {}
-        self._pending: list[tuple[Measure, Tensor]] = []
+        self._pending: list[tuple[Tensor, Callable[[list[float]], None]]] = []
         self.saw_nonfinite = False
         """Whether something non-finite has been measured since this was last set to False."""
 
@@ -144,7 +152,7 @@ class Statistics:
         if self.waits(values):
             numbers = _device_extremes(values) if is_integer else _device_numbers(values)
             measure.pending = True
-            self._pending.append((measure, numbers))
+            self._pending.append((numbers, functools.partial(self._fill, measure)))
         elif is_integer:
             low, high = torch.aminmax(values)
             measure.min, measure.max = float(low.item()), float(high.item())
@@ -171,6 +179,33 @@ class Statistics:
         low, high = torch.aminmax(values)  # a sum may overflow
         return math.isfinite(low.item()) and math.isfinite(high.item())
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the plain sum of the elements, of the magnitudes of complex ones, on their device.
+
+        The cheapest look there is: a finite sum says that all elements are finite, and another sum that it is
+        another tensor.
+
+        Raises:
+            Unmeasurable: see ``measure``.
+        """
+        return _values_of(tensor).sum()
+
+    def norms(self, tensors: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
+        """Call ``then`` with the L2 norms of ``tensors``, in their own precision: at once, or at ``resolve``.
+
+        A finite norm says that all elements are finite; another may have overflowed.
+
+        Raises:
+            Unmeasurable: see ``measure``.
+        """
+        found = torch._foreach_norm([_values_of(tensor) for tensor in tensors])
+        numbers = torch.stack(found)
+        numbers = numbers.to(_number_type(numbers))
+        if self.waits(numbers):
+            self._pending.append((numbers, then))
+        else:
+            then(numbers.tolist())
+
     @property
     def waiting(self) -> int:
         """How many measures wait for ``resolve``."""
@@ -178,19 +213,24 @@ class Statistics:
 
     def resolve(self) -> None:
         """Fill in all measures that were taken on an accelerator: one copy to the host a device."""
-        if not self._pending:
-            return
-        by_device: dict[torch.device, list[tuple[Measure, Tensor]]] = defaultdict(list)
-        for pending in self._taken():
-            by_device[pending[1].device].append(pending)
-        for group in by_device.values():
-            rows = torch.stack([numbers for _, numbers in group]).tolist()
-            for (measure, _), row in zip(group, rows, strict=True):
-                _fill_from_row(measure, row)
-                measure.pending = False
-                self.saw_nonfinite = self.saw_nonfinite or not measure.finite
+        while self._pending:  # one that turns out to be non-finite is measured exactly, which may wait again
+            self._resolve()
 
-    def _taken(self) -> list[tuple[Measure, Tensor]]:
+    def _resolve(self) -> None:
+        by_device: dict[torch.device, list[tuple[Tensor, Callable[[list[float]], None]]]] = defaultdict(list)
+        for pending in self._taken():
+            by_device[pending[0].device].append(pending)
+        for group in by_device.values():
+            values = iter(torch.cat([numbers for numbers, _ in group]).tolist())
+            for numbers, then in group:
+                then(list(itertools.islice(values, len(numbers))))
+
+    def _fill(self, measure: Measure, numbers: list[float]) -> None:
+        _fill_from_row(measure, numbers)
+        measure.pending = False
+        self.saw_nonfinite = self.saw_nonfinite or not measure.finite
+
+    def _taken(self) -> list[tuple[Tensor, Callable[[list[float]], None]]]:
         """Take what waits; other threads may go on adding, and may resolve too."""
         with self._lock:
             count = len(self._pending)
