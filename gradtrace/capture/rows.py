@@ -135,12 +135,12 @@ class RowBuffer:
         """Return all rows in order of ``seq`` and start anew."""
         return [Row(next(self._seq), *values) for values in self._cut()]
 
-    def keep(self, wanted: Callable[[Measure | None, str], bool]) -> None:
-        """Leave only rows of which the measure and the column ``tensor`` are wanted."""
+    def exchange(self, function: Callable[[list[Row]], list[Row]]) -> None:
+        """Have all rows exchanged for others, whose ``seq`` does not matter; positions go on as if none were gone."""
         with self._lock:
-            before = len(self._rows)
-            self._rows[:] = [row for row in self._rows if wanted(row[6], row[4])]
-            self._taken += before - len(self._rows)  # positions go on as if they were here
+            rows = function([Row(0, *values) for values in self._rows])
+            self._taken += len(self._rows) - len(rows)
+            self._rows[:] = [tuple(row[1:]) for row in rows]
 
     def _cut(self) -> list[tuple[Any, ...]]:
         with self._lock:

@@ -19,7 +19,8 @@ from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.replay.passes import Passes
 from gradtrace.capture.rows import Row
 from gradtrace.capture.session import Session, quiet
-from gradtrace.capture.watch.step import StepWatch, is_watched
+from gradtrace.capture.watch.step import StepWatch
+from gradtrace.capture.watch.thinning import as_watched
 
 _MOST_ROWS = 100_000
 """A step with more rows than this (a long evaluation is part of the step in flight) is written in pieces."""
@@ -186,7 +187,7 @@ class Steps:
         if not self._session.capturing or self._session.schedule.captures(step) or in_incident:
             self._parameters.rows_written()
         else:
-            self._session.rows.keep(is_watched)
+            self._session.rows.exchange(as_watched)
             self._parameters.rows_dropped()
 
     def _extend_step_before(self) -> None:

@@ -97,7 +97,7 @@ def test_the_host_looks_once_for_each_backward(tmp_path: Path, transfers: list[t
             before = len(transfers)
             one_step(model, optimizer, passes)
             assert len(transfers) == before + passes
-            assert all(len(shape) == 2 and shape[1] == 6 for shape in transfers[before:])
+            assert all(len(shape) == 1 and shape[0] % 6 == 0 for shape in transfers[before:])
 
 
 def test_an_evaluation_within_training_waits_for_nothing(tmp_path: Path, transfers: list[tuple[int, ...]]) -> None:

@@ -18,15 +18,11 @@ from gradtrace.capture.names import Root
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.rows import Row
 from gradtrace.capture.session import Session
-from gradtrace.capture.statistics import Measure
 from gradtrace.capture.watch.baseline import Baseline
 from gradtrace.capture.watch.gradients import GradientWatch
 from gradtrace.capture.watch.states import StateWatch
 from gradtrace.capture.watch.tensors import WatchedTensors
 from gradtrace.capture.watch.triggers import WatchSchedule
-
-_KEPT = frozenset(("loss", "lr", "loss_scale", "grad_norm"))
-"""Rows that a watched step has though they are finite."""
 
 
 class StepWatch:
@@ -148,8 +144,3 @@ class _Facts:
         if facts.gradient_norm is None and squares:
             facts.gradient_norm = math.sqrt(sum(squares))
         return facts
-
-
-def is_watched(measure: Measure | None, tensor: str) -> bool:
-    """Whether a watched step has such a row."""
-    return measure is None or tensor in _KEPT or measure.pending or not measure.finite
