@@ -193,13 +193,23 @@ class Statistics:
     def norms(self, tensors: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
         """Call ``then`` with the L2 norms of ``tensors``, in their own precision: at once, or at ``resolve``.
 
-        A finite norm says that all elements are finite; another may have overflowed.
+        A finite norm says that all elements are finite; another may have overflowed. The tensors are on one device.
 
         Raises:
             Unmeasurable: see ``measure``.
         """
-        found = torch._foreach_norm([_values_of(tensor) for tensor in tensors])
-        numbers = torch.stack(found)
+        self._tell(torch._foreach_norm([_values_of(tensor) for tensor in tensors]), then)
+
+    def totals(self, tensors: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
+        """Call ``then`` with the sums of ``tensors``, as ``norms`` does with their norms.
+
+        Raises:
+            Unmeasurable: see ``measure``.
+        """
+        self._tell([self.total(tensor) for tensor in tensors], then)
+
+    def _tell(self, scalars: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
+        numbers = torch.stack(tuple(scalars))
         numbers = numbers.to(_number_type(numbers))
         if self.waits(numbers):
             self._pending.append((numbers, then))

@@ -222,7 +222,9 @@ class Watchman:
         for birth in [*in_loss.births, *outcome.births]:
             self._write(birth, first.micro_step)
         if not outcome.births:
-            said = replace(said, reason="; ".join(filter(None, (said.reason, in_loss.reason, self._unseen()))) or None)
+            said = replace(
+                said, reason="; ".join(filter(None, (said.reason, in_loss.reason, self._unseen(first)))) or None
+            )
         self._event("replay", replace(said, term=in_loss.term, place=in_loss.place).to_json())
 
     def _replay(self, first: Row, *, is_fatal: bool) -> Outcome:
@@ -247,10 +249,11 @@ class Watchman:
             return outcome
         return Outcome(Confirmation("not_replayed", reason))
 
-    def _unseen(self) -> str | None:
+    def _unseen(self, first: Row) -> str | None:
         """Say where the loss code is, if it may have made the value and none of its lines were noted."""
         calls = self._keeper.calls
-        if not self._watch.is_on or not calls:
+        may_be_loss_code = first.tensor in ("loss", "grad_output", "grad") and not self._watch.weights_are_bad
+        if not (self._watch.is_on and may_be_loss_code and calls):
             return None
         span = self._loss.span(calls[-1].lines)
         return span and f"this step was only watched, so the lines of its loss code, {span}, were not told apart"

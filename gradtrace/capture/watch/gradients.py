@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from gradtrace.capture.names import TensorEntry
 from gradtrace.capture.session import CANNOT_MEASURE, Session, quiet
 from gradtrace.capture.statistics import Measure
 from gradtrace.capture.watch.tensors import Pairs, WatchedTensors
+
+_SMALLEST = 1e-15
+"""A norm below this says that squares have gone below what float32 holds with full precision, where it is slow."""
+_LOOKS = 32
+"""A gradient that vanishes is looked at closely in one of so many passes."""
+
+_Question = Callable[[Sequence[Tensor], Callable[[list[float]], None]], None]
 
 
 class _Norm:
@@ -40,6 +47,9 @@ class GradientWatch:
 
     def __init__(self, session: Session, tensors: WatchedTensors) -> None:
         self._session = session
+        self._vanishing: dict[TensorEntry, float] = {}
+        """Norms of gradients whose squares float32 can hardly hold, as of the last exact look."""
+        self._passes = 0
         self._tensors = tensors
 
     def pass_ended(self) -> None:
@@ -72,33 +82,64 @@ class GradientWatch:
         self._session.rows.append(clock.micro_step, "backward", None, None, "grad_norm", "", norm, clock.detail)
 
     def _look_at(self, group: Pairs, norm: _Norm) -> None:
-        session = self._session
-        then = functools.partial(self._judge, group, norm)
+        """Ask for the norms of a group, and of gradients that vanish only for their sums."""
+        self._passes += 1
+        if self._passes % _LOOKS == 0:
+            self._vanishing.clear()
+        small = [pair for pair in group if pair[0] in self._vanishing]
+        others = [pair for pair in group if pair[0] not in self._vanishing] if small else group
+        norm.missing += bool(small) and bool(others)
+        if small:
+            self._ask(self._session.statistics.totals, self._judge_totals, small, norm)
+        if others:
+            self._ask(self._session.statistics.norms, self._judge, others, norm)
+
+    def _ask(self, ask: _Question, judge: Callable[..., None], group: Pairs, norm: _Norm) -> None:
         try:
-            session.statistics.norms([gradient for _, gradient in group], then)
+            ask([gradient for _, gradient in group], functools.partial(judge, group, norm))
         except CANNOT_MEASURE as error:
             if len(group) == 1:
-                session.cannot_measure(error)
+                self._session.cannot_measure(error)
                 norm.add([])
                 return
             norm.missing += len(group) - 1
             for pair in group:
-                self._look_at([pair], norm)
+                self._ask(ask, judge, [pair], norm)
 
     def _judge(self, group: Pairs, norm: _Norm, norms: Sequence[float]) -> None:
         """Take the norms of a group; where one is not finite, find out whether the gradient is, or its square."""
-        if not all(map(math.isfinite, norms)):
-            with quiet():
-                bad = [pair for pair in group if self._session.is_finite(pair[1]) is False]
-                for entry, gradient in bad:
-                    self._record(entry, gradient)
-                norms = norms if bad else [_exact_norm(gradient) for _, gradient in group]
+        if all(_SMALLEST < value < math.inf for value in norms):
+            norm.add(norms)
+            return
+        with quiet():
+            bad = [pair for pair, value in zip(group, norms, strict=True) if self._is_bad(pair[1], value)]
+            for entry, gradient in bad:
+                self._record(entry, gradient)
+            if not bad:
+                norms = [self._exact(*pair, value) for pair, value in zip(group, norms, strict=True)]
         norm.add(norms)
+
+    def _judge_totals(self, group: Pairs, norm: _Norm, totals: Sequence[float]) -> None:
+        """Take the sums of gradients that vanished when they were last looked at closely."""
+        if all(-_SMALLEST < total < _SMALLEST for total in totals):
+            norm.add([self._vanishing[entry] for entry, _ in group])
+        else:
+            self._vanishing.clear()
+            self._ask(self._session.statistics.norms, self._judge, group, norm)
+
+    def _is_bad(self, gradient: Tensor, norm: float) -> bool:
+        return not math.isfinite(norm) and self._session.is_finite(gradient) is False
+
+    def _exact(self, entry: TensorEntry, gradient: Tensor, norm: float) -> float:
+        """Return the norm of a finite gradient, given what it came to in the gradient's own precision."""
+        if _SMALLEST < norm < math.inf:
+            return norm
+        largest = gradient.abs().amax()
+        exact = float(torch.linalg.vector_norm(gradient / largest, dtype=torch.float32).item() * largest.item())
+        if norm <= _SMALLEST:
+            self._vanishing[entry] = exact = 0.0 if math.isnan(exact) else exact
+        return exact
 
     def _record(self, entry: TensorEntry, gradient: Tensor) -> None:
         detail = self._session.clock.detail
         self._session.record("backward", entry.owner, "grad", entry.name, gradient, detail=detail, once=False)
-
-
-def _exact_norm(gradient: Tensor) -> float:
-    return float(torch.linalg.vector_norm(gradient, dtype=torch.float64).item())
