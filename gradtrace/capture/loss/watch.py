@@ -68,7 +68,7 @@ class LossWatch:
         self._gradients.watched_call_returns(frame, outputs)
         self._note(frame, [value for _, value in outputs if value.requires_grad])
         totals = {} if frame.kept is None else frame.kept.totals or {}
-        self._thread.finite.update(_finite_totals(outputs, totals))
+        self._thread.finite.update(self._finite_totals(outputs, totals))
 
     def outermost_ended(self) -> None:
         """Pass on."""
@@ -126,6 +126,13 @@ class LossWatch:
             if tensor.grad_fn is not None and known is not None:
                 yield (tensor.grad_fn._sequence_nr(), tensor.output_nr), known.finite
 
+    def _finite_totals(self, outputs: Found, totals: Mapping[str, Tensor]) -> Iterator[tuple[tuple[int, int], bool]]:
+        """Yield which outputs have a finite sum, by their nodes' numbers; on an accelerator nobody knows yet."""
+        for path, tensor in outputs:
+            total = totals.get(path)
+            if total is not None and tensor.grad_fn is not None and not self._session.statistics.waits(total):
+                yield (tensor.grad_fn._sequence_nr(), tensor.output_nr), bool(total.isfinite())
+
     # What was found -----------------------------------------------------------------------------------------
 
     def finding(self) -> LossFinding:
@@ -153,11 +160,3 @@ class LossWatch:
         self._thread.finite.clear()
         if self._lines is not None:
             self._lines.end()
-
-
-def _finite_totals(outputs: Found, totals: Mapping[str, Tensor]) -> Iterator[tuple[tuple[int, int], bool]]:
-    """Yield which outputs have a finite sum, by their nodes' numbers; on an accelerator nobody knows yet."""
-    for path, tensor in outputs:
-        total = totals.get(path)
-        if total is not None and total.device.type == "cpu" and tensor.grad_fn is not None:
-            yield (tensor.grad_fn._sequence_nr(), tensor.output_nr), bool(total.isfinite())

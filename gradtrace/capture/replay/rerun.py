@@ -222,6 +222,10 @@ class _Stage:
             self._ops.leaves(frame.entry, frame.call, outputs)
         self._graph.call_returns(frame, outermost, outputs)
 
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """Pass on: a replay captures everything, so this is never called."""
+        self._graph.watched_call_returns(frame, outputs)
+
     def outermost_ended(self) -> None:
         """Pass on."""
         self._graph.outermost_ended()
@@ -263,7 +267,7 @@ class _Stage:
         for tensor in inputs if kept.totals is not None else ():
             entry = self._session.names.parameter(tensor)
             if entry is not None and entry.owner.selected:
-                handles.append(tensor.register_hook(functools.partial(record, entry)))
+                handles.append(tensor.register_hook(functools.partial(record, entry)))  # type: ignore[no-untyped-call]
         try:
             yield
         finally:

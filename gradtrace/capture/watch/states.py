@@ -61,11 +61,8 @@ class StateWatch:
             return
         self._begun.add(root)
         self._tensors.refresh()
-        with quiet():
-            for entry, tensor in (*self._tensors.parameters(), *self._tensors.buffers()):
-                if entry.owner.root is root and self._session.is_finite(tensor) is False:
-                    self._states.record_state("input", entry, tensor)
-                    self._settle(entry, tensor)
+        everything = (*self._tensors.parameters(), *self._tensors.buffers())
+        self._look([pair for pair in everything if pair[0].owner.root is root], self._judge_start)
 
     def updated(self) -> None:
         """The weights have been updated: look at the buffers and at a share of the parameters."""
@@ -75,7 +72,8 @@ class StateWatch:
         first, last = (len(parameters) * n // SHARES for n in (share, share + 1))
         again = [pair for pair in (*parameters[:first], *parameters[last:]) if self._states.is_known_bad(pair[0])]
         buffers = self._tensors.buffers()
-        self._look([pair for pair in (*parameters[first:last], *again, *buffers) if not self._is_settled(*pair)])
+        judge = functools.partial(self._judge, self._session.clock.step)
+        self._look([pair for pair in (*parameters[first:last], *again, *buffers) if not self._is_settled(*pair)], judge)
 
     def look_at_all(self) -> bool:
         """Record which parameters have become non-finite since they were last looked at; say whether any has.
@@ -95,24 +93,32 @@ class StateWatch:
     def _is_as_updated(self, tensor: Tensor) -> bool:
         return self._updated.get(id(tensor)) == _version(tensor)
 
-    def _look(self, pairs: Pairs) -> None:
+    def _look(self, pairs: Pairs, judge: Callable[[Pairs, Pairs], None]) -> None:
+        """Have ``judge`` called with what was looked at and with those that are not finite, maybe later."""
         groups: dict[torch.device, list[tuple[TensorEntry, Tensor]]] = defaultdict(list)
         for entry, tensor in pairs:
             groups[tensor.device].append((entry, tensor))
-        step = self._session.clock.step
         with quiet():
             for group in groups.values():
-                then = functools.partial(self._judge, group, step)
+                then = functools.partial(self._sift, group, judge)
                 try:
                     self._session.statistics.norms([tensor for _, tensor in group], then)
                 except CANNOT_MEASURE:  # one of them cannot be read
                     then([math.nan] * len(group))
 
-    def _judge(self, group: Pairs, step: int, norms: Sequence[float]) -> None:
-        """Take the norms of tensors after step ``step``; record those that are not finite."""
+    def _sift(self, group: Pairs, judge: Callable[[Pairs, Pairs], None], norms: Sequence[float]) -> None:
         with quiet():
             suspects = [pair for pair, norm in zip(group, norms, strict=True) if not math.isfinite(norm)]
-            bad = [pair for pair in suspects if self._session.is_finite(pair[1]) is False]
+            judge(group, [pair for pair in suspects if self._session.is_finite(pair[1]) is False])
+
+    def _judge_start(self, group: Pairs, bad: Pairs) -> None:
+        for entry, tensor in bad:
+            self._states.record_state("input", entry, tensor)
+            self._settle(entry, tensor)
+
+    def _judge(self, step: int, group: Pairs, bad: Pairs) -> None:
+        """Record what was not finite after step ``step``."""
+        with quiet():
             if any(entry.kind == "param" for entry, _ in bad):
                 bad = self._all_bad()  # the others went with it
             if step != self._session.clock.step:  # an accelerator's numbers come a step later
@@ -126,7 +132,7 @@ class StateWatch:
                 if tensor.numel() > _LARGE:
                     self._settle(entry, tensor)
 
-    def _all_bad(self) -> Pairs:
+    def _all_bad(self) -> list[tuple[TensorEntry, Tensor]]:
         everything = (*self._tensors.parameters(), *self._tensors.buffers())
         return [
             pair for pair in everything if not self._is_settled(*pair) and self._session.is_finite(pair[1]) is False
