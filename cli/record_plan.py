@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from gradtrace.settings import Settings
 
 
 @dataclass(frozen=True)
 class RecordPlan:
-    """The options of ``record``, by their own names."""
+    """The script, where its recording goes, and the settings of the recording."""
 
     script: str
     args: tuple[str, ...]
@@ -16,19 +19,8 @@ class RecordPlan:
     path: str
     moves_aside: bool
     force: bool
-    every: int
-    steps: tuple[int | None, int | None] | None
-    first_step: int
-    include: tuple[str, ...]
-    exclude: tuple[str, ...]
-    engine: Literal["graph", "hooks"]
-    replays: int
-    on_nonfinite: Literal["continue", "stop"]
-    no_loss_lines: bool
-    op_steps: tuple[int | None, int | None] | None
-    capsule_limit: int
-    no_capsule: bool
     quiet: bool
+    settings: Settings
 
     @property
     def existing(self) -> Literal["refuse", "overwrite", "move_aside"]:
@@ -40,3 +32,8 @@ class RecordPlan:
     @property
     def command(self) -> list[str]:
         return [*(["-m"] if self.is_module else []), self.script, *self.args]
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether there are steps that are not to be captured in full."""
+        return self.settings.mode == "watch" or self.settings.every > 1 or self.settings.steps is not None

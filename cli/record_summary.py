@@ -50,7 +50,7 @@ def last_words(tracer: Tracer, plan: RecordPlan) -> Iterator[Line]:
     for text in _notes(info, plan):
         yield Line(f"note: {text}")
     rank = f" (rank {info.rank} of {info.world_size})" if info.world_size > 1 else ""
-    yield Line(f"wrote {plan.path}{rank}: {_facts(info)}, {_size(tracer.bytes_written)}")
+    yield Line(f"wrote {plan.path}{rank}: {_facts(info, plan)}, {_size(tracer.bytes_written)}")
     if info.records:
         yield Line(_next(info, plan))
 
@@ -62,18 +62,18 @@ def _warnings(info: RunInfo, plan: RecordPlan) -> Iterator[str]:
         yield f"recording stopped{step}: {reason}; the script went on"
     unmatched = list(_unmatched(info, plan))
     yield from unmatched
-    if info.records or unmatched:
+    if unmatched:
         return
-    if not any(module.calls for module in info.modules):
+    if not info.records and not any(module.calls for module in info.modules):
         yield (f"no module was called, so nothing was recorded. Does {plan.script} run the model in a subprocess?")
-    elif plan.steps is not None:
-        first, end = ("" if bound is None else str(bound) for bound in plan.steps)
-        yield f"nothing was recorded: no step of the run lies in --steps {first}:{end}"
+    elif plan.settings.steps is not None and not info.captured:
+        first, end = ("" if bound is None else str(bound) for bound in plan.settings.steps)
+        yield f"no step was captured in full: none of the run lies in steps {first}:{end}"
 
 
 def _unmatched(info: RunInfo, plan: RecordPlan) -> Iterator[str]:
     names = [module.name for module in info.modules if module.name]
-    for option, patterns in (("--include", plan.include), ("--exclude", plan.exclude)):
+    for option, patterns in (("--include", plan.settings.include), ("--exclude", plan.settings.exclude)):
         for pattern in patterns:
             if info.modules and _no_match(pattern) in info.notes:
                 near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:3]
@@ -91,16 +91,17 @@ def _notes(info: RunInfo, plan: RecordPlan) -> Iterator[str]:
         reasons = ", ".join(f"{reason} ({count:,})" for reason, count in info.unmeasured.items())
         total = _count(sum(info.unmeasured.values()), "boundary", "boundaries")
         yield f"{total} could not be measured or never fired: {reasons}"
-    said_already = [_no_match(pattern) for pattern in (*plan.include, *plan.exclude)]
+    said_already = [_no_match(pattern) for pattern in (*plan.settings.include, *plan.settings.exclude)]
     yield from (note for note in info.notes if note not in said_already)
 
 
-def _facts(info: RunInfo) -> str:
+def _facts(info: RunInfo, plan: RecordPlan) -> str:
     # A module without code of its own (ModuleList) is never called, and none is missed.
     seen = sum(module.file is not None or module.calls > 0 for module in info.modules)
     observed = sum(module.calls > 0 for module in info.modules)
+    captured = f" ({info.captured:,} captured in full)" if plan.leaves_out else ""
     return (
-        f"{_count(info.steps, 'step', 'steps')}, {observed:,} of {_count(seen, 'module', 'modules')}, "
+        f"{_count(info.steps, 'step', 'steps')}{captured}, {observed:,} of {_count(seen, 'module', 'modules')}, "
         f"{_count(info.records, 'record', 'records')}"
     )
 

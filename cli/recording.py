@@ -6,11 +6,13 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TextIO
 
+from gradtrace.capture.block import tracer_arguments
 from gradtrace.capture.on_import import ImportWatch
 from gradtrace.capture.script import Script, check_script, run_script
-from gradtrace.errors import GradtraceError, GradtraceWarning, RunExistsError
+from gradtrace.errors import CaptureError, GradtraceError, GradtraceWarning, RunExistsError, RunNotFoundError
 
 from .record_plan import RecordPlan
 from .record_summary import Line, first_nan, last_words, moved_aside
@@ -25,14 +27,30 @@ def check(plan: RecordPlan) -> None:
     Of several ranks the first may have made their directory already: that is left to the tracer.
 
     Raises:
-        CaptureError: there is no such script.
+        CaptureError: there is no such script, or the baseline is where several ranks are to write.
         RunExistsError: there is such a run.
+        RunNotFoundError: there is no such baseline.
     """
     check_script(_script(plan))
     single = os.environ.get("WORLD_SIZE") in (None, "", "1")
-    taken = os.path.lexists(plan.path) or os.path.exists(f"{plan.path}.parts")
-    if plan.existing == "refuse" and single and taken:
+    if plan.existing == "refuse" and single and _is_there(plan.path):
         raise RunExistsError(f"{plan.path} exists; pass --force to replace it, or -o to write elsewhere")
+    _check_baseline(plan, single)
+
+
+def _check_baseline(plan: RecordPlan, single: bool) -> None:
+    baseline = plan.settings.baseline
+    if plan.settings.mode != "watch" or baseline is None:
+        return
+    if not _is_there(baseline):
+        raise RunNotFoundError(f"no such run: {baseline}, the baseline")
+    if not single and os.path.realpath(baseline) == os.path.realpath(plan.path):
+        # The first of the ranks moves it away before the others have read it.
+        raise CaptureError(f"several ranks cannot replace the baseline, {baseline}; pass -o to write elsewhere")
+
+
+def _is_there(path: str) -> bool:
+    return os.path.lexists(path) or os.path.exists(f"{path}.parts")
 
 
 def run(plan: RecordPlan) -> None:
@@ -52,7 +70,10 @@ class Recording:
     def __init__(self, plan: RecordPlan) -> None:
         self.watch = ImportWatch("torch", self._start)
         self._plan = plan
-        self._path = os.path.abspath(plan.path)  # the script may change the directory before it imports torch
+        # The script may change the directory before it imports torch.
+        self._path = os.path.abspath(plan.path)
+        baseline = plan.settings.baseline
+        self._settings = replace(plan.settings, baseline=baseline and os.path.abspath(baseline))
         self._tracer: Tracer | None = None
         self._failed = False
 
@@ -60,7 +81,7 @@ class Recording:
         _show_own_warnings()
         self._failed = True
         try:
-            tracer = _new_tracer(self._plan, self._path)
+            tracer = self._new_tracer()
             tracer.start()
         except GradtraceError as error:
             # Asked for what cannot be: better said now than after hours of a run that nobody recorded.
@@ -72,6 +93,12 @@ class Recording:
         self._failed = False
         self._tracer = tracer
         self._tell(moved_aside(tracer, self._plan))
+
+    def _new_tracer(self) -> Tracer:
+        from gradtrace.capture.tracer import Tracer
+
+        arguments = tracer_arguments(self._settings)
+        return Tracer(path=self._path, existing=self._plan.existing, command=self._plan.command, **arguments)
 
     def end(self, how: str) -> None:
         """Finish the recording and say what came of it; a second Ctrl-C leaves it as it is on disk."""
@@ -106,27 +133,6 @@ class Recording:
                 warn(line.text)
             elif not self._plan.quiet:
                 say(line.text)
-
-
-def _new_tracer(plan: RecordPlan, path: str) -> Tracer:
-    from gradtrace.capture.tracer import Tracer
-
-    return Tracer(
-        path=path,
-        engine=plan.engine,
-        every=plan.every,
-        steps=plan.steps,
-        first_step=plan.first_step,
-        include=plan.include,
-        exclude=plan.exclude,
-        replays=plan.replays,
-        on_nonfinite=plan.on_nonfinite,
-        loss_lines=not plan.no_loss_lines,
-        op_steps=plan.op_steps,
-        capsule_limit=0 if plan.no_capsule else plan.capsule_limit,
-        existing=plan.existing,
-        command=plan.command,
-    )
 
 
 def _reason(error: Exception) -> str:

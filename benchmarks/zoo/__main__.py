@@ -2,11 +2,13 @@
 
     python -m benchmarks.zoo
     python -m benchmarks.zoo --only 01 --only 48 --json scores.json
+    python -m benchmarks.zoo --watch 0
     python -m benchmarks.zoo --peers
 
-Each script runs unmodified under ``gradtrace record`` in a folder of its own. ``--peers`` asks other tools about the
-same scripts instead; they need an environment of their own, which ``make peers`` makes. Exits with 1 where a verdict
-is wrong.
+Each script runs unmodified under ``gradtrace record`` in a folder of its own, with ``--watch N`` in watch mode, in
+which the first N steps are captured in full: with 0 every answer is the replay's. ``--peers`` asks other tools about
+the same scripts instead; they need an environment of their own, which ``make peers`` makes. Exits with 1 where a
+verdict is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,15 +28,17 @@ from benchmarks.zoo.record import verdict
 from benchmarks.zoo.score import FIELDS, score
 
 
-def judge(case: Case) -> dict[str, Any]:
-    """Record one case and return its marks with the answer that they are for."""
-    answer, trouble = verdict(case)
+def judge(case: Case, options: Sequence[str] = ()) -> dict[str, Any]:
+    """Record one case, with more options of ``record``, and return its marks with the answer that they are for."""
+    answer, trouble = verdict(case, options)
+    went = None if answer is None else (answer["confirmation"] or {}).get("status")
     kept = ("found", "step", "micro_step", "phase", "module", "tensor", "path", "kind", "op", "op_kind", "location")
     return {
         "id": case.id,
         "group": case.group,
         "marks": score(case, answer),
         "said": trouble if answer is None else _said(answer),
+        "replay": went,
         "answer": answer and {key: answer[key] for key in kept},
     }
 
@@ -54,13 +59,15 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[], metavar="ID", help="cases whose id starts with ID")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="scripts at a time (default 1)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there too")
+    parser.add_argument("--watch", type=int, metavar="N", help="in watch mode, the first N steps in full")
     parser.add_argument("--peers", action="store_true", help="ask other tools instead")
     options = parser.parse_args()
     cases = load(options.only)
     if options.peers:
         return compare.main(cases, options.json)
+    mode = [] if options.watch is None else ["--watch", "--watch-first", str(options.watch)]
     with ThreadPoolExecutor(options.jobs) as pool:
-        results = list(pool.map(judge, cases))
+        results = list(pool.map(lambda case: judge(case, mode), cases))
     print(table.by_case(results, FIELDS), table.totals(results, FIELDS), sep="\n\n")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")

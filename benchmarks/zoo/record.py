@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,15 @@ TIMEOUT_S = 300
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def verdict(case: Case) -> tuple[dict[str, Any] | None, str]:
-    """Return what ``first-nan --json`` says of the script, None with the reason where it says nothing."""
+def verdict(case: Case, options: Sequence[str] = ()) -> tuple[dict[str, Any] | None, str]:
+    """Return what ``first-nan --json`` says of the script, None with the reason where it says nothing.
+
+    ``options`` are more of ``record``'s.
+    """
     with tempfile.TemporaryDirectory() as folder:
         gradtrace = (sys.executable, "-m", "gradtrace")
         try:
-            _run(folder, *gradtrace, "record", "-o", "run.parquet", str(case.script))
+            _run(folder, *gradtrace, "record", *options, "-o", "run.parquet", str(case.script))
             asked = _run(folder, *gradtrace, "first-nan", "--json", "run.parquet")
         except subprocess.TimeoutExpired as error:
             return None, f"no answer in {error.timeout:.0f} s"

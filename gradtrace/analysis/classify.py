@@ -90,7 +90,11 @@ def _cause_outside_calls(seen: Record, scene: Scene) -> Cause:
 
 
 def _had_gradient(param: Record, scene: Scene) -> bool:
-    return any(row.tensor == "grad" and (row.module, row.path) == (param.module, param.path) for row in scene.rows)
+    """Whether the parameter had a gradient; in a step that was only watched a finite one leaves no row of its own."""
+    own = (param.module, param.path)
+    return any(
+        row.tensor == "grad_norm" or (row.tensor == "grad" and (row.module, row.path) == own) for row in scene.rows
+    )
 
 
 def _made_by_learning_rate(seen: Record, scene: Scene) -> Finding:

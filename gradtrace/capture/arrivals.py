@@ -63,6 +63,11 @@ class Arrivals:
         """Return the gradients that have arrived at a parameter in this step."""
         return self._arrived.get(id(parameter), [])
 
+    def take(self) -> list[Measure]:
+        """Return the gradients that have arrived since this was last asked for, or since the step began."""
+        arrived, self._arrived = self._arrived, {}
+        return [measure for measures in arrived.values() for measure in measures]
+
     def forget(self) -> None:
         """Start a new step."""
         self._arrived.clear()
@@ -89,6 +94,12 @@ class Arrivals:
                     self._hook(entry, parameter)
         for key in [key for key in list(self._arrivals) if key not in known]:
             self._drop(key)
+
+    def rest(self) -> None:
+        """Take all hooks off until ``watch`` is called again."""
+        if self._arrivals:
+            self.stop()
+            self._complete = False
 
     def stop(self) -> None:
         """Take all hooks off."""
@@ -119,12 +130,15 @@ class Arrivals:
     def _gradient_arrived(self, entry: TensorEntry, gradients: Sequence[Tensor | None]) -> None:
         gradient = gradients[0]
         session = self._session
-        if gradient is None or not session.capturing:
+        if gradient is None:
             return
         clock, site = session.clock, entry.arrival
         detail = clock.detail
+        # In a step that is only watched, what is finite leaves no row.
+        usual = None if session.capturing else ()
         with quiet():
-            measure = session.see(site if detail is None else site.remarked(detail), gradient, None, clock.micro_step)
+            site = site if detail is None else site.remarked(detail)
+            measure = session.see(site, gradient, None, clock.micro_step, usual)
         parameter = entry.ref()
         if parameter is not None and measure is not None:
             self._arrived.setdefault(id(parameter), []).append(measure)

@@ -57,6 +57,21 @@ class GraphGradients:
             self._watch(frame, outermost, arrivals)
         frame.input_edges = _NO_EDGES  # hooks hold the frame, and nothing may hold nodes
 
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """Keep what arrives at an outermost call's outputs for a replay; nothing is recorded.
+
+        Where there are several, one may have been made of another: then what lies inside must be known.
+        """
+        if frame.alive is None:
+            return
+        made_here = self._made_here(frame, outputs)
+        numbers = [number for numbers in made_here.values() for number in numbers]
+        if len(numbers) != 1:
+            self.call_returns(frame, frame, outputs)
+            return
+        (node,), ((number, path),) = made_here, numbers
+        node.register_prehook(functools.partial(self._hooks.on_output_gradient, frame.alive, number, path))
+
     def outermost_ended(self) -> None:
         """Drop the nodes of the pass."""
         self._thread.map.clear()

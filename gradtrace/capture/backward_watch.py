@@ -43,12 +43,15 @@ class BackwardWatch:
         on_begin: Callable[[Sequence[Any], bool], None],
         on_end: Callable[[bool, bool, BaseException | None], None],
         op_steps: OpSteps,
+        on_returned: Callable[[Sequence[tuple[Tensor, Tensor]]], None],
     ) -> None:
         """``on_begin`` gets what the pass starts from, and whether the pass makes a graph of its own.
 
         ``on_end`` gets whether it accumulated gradients, whether its graph can be used again, and the error that
-        ended it early, if one did. ``op_steps`` hears of passes inside of a pass, too.
+        ended it early, if one did. ``op_steps`` hears of passes inside of a pass, too. ``on_returned`` gets tensors
+        with their gradients, as ``autograd.grad`` has returned them in a step that is only watched.
         """
+        self._on_returned = on_returned
         self._op_steps = op_steps
         self._ops_begin = session.guarded(op_steps.backward_begins)
         self._ops_end = session.guarded(op_steps.backward_ended)
@@ -122,8 +125,6 @@ class BackwardWatch:
     def _backward_starts(self, outputs: Sequence[Any], accumulating: bool) -> None:
         session = self._session
         session.clock.backward_starts()
-        if not session.capturing:
-            return
         tensors = [t for t in outputs if isinstance(t, Tensor) and (accumulating or t.numel() == 1)]
         with quiet():
             for index, tensor in enumerate(tensors):
@@ -135,6 +136,8 @@ class BackwardWatch:
         inputs = args[3] if len(args) > 3 else kwargs.get("inputs", ())
         session = self._session
         if not session.capturing:
+            pairs = zip(inputs, result, strict=False)
+            self._on_returned([(t, g) for t, g in pairs if isinstance(t, Tensor) and isinstance(g, Tensor)])
             return
         with quiet():
             for tensor, gradient in zip(inputs, result, strict=False):

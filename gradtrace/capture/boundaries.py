@@ -67,3 +67,11 @@ def _items(value: Any) -> Iterable[tuple[Any, Any]]:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
     return ()
+
+
+def is_computed(value: Tensor) -> bool:
+    """Whether a tensor is the result of operations that gradients flow back through."""
+    try:
+        return value.grad_fn is not None
+    except RuntimeError:  # a view whose base was changed in place: torch knows that it had a history
+        return True

@@ -17,13 +17,16 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
+from gradtrace.capture.boundaries import Found, is_computed, tensors_in_arguments, tensors_in_result
+from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call
 from gradtrace.capture.names import ModuleEntry, is_wrapper
 from gradtrace.capture.readable import INTEGER_TYPES
 from gradtrace.capture.replay.kept import Alive, Keeper, Kept
 from gradtrace.capture.roots import find_root
-from gradtrace.capture.session import Session, be_quiet, cannot_observe
+from gradtrace.capture.session import Session, be_quiet, cannot_observe, quiet
+from gradtrace.capture.sites import Site
+from gradtrace.capture.watch.outputs import OutputWatch
 from gradtrace.errors import NonFiniteError
 from gradtrace.trace.incident import DETACHED
 
@@ -60,6 +63,9 @@ class Gradients(Protocol):
 
     def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None: ...
 
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """An outermost call returns in a step that is only watched."""
+
     def outermost_ended(self) -> None: ...
 
 
@@ -88,10 +94,12 @@ class Calls:
         discover: bool,
         keeper: Keeper | None = None,
         look_at_state: Callable[[ModuleEntry, str], None] = lambda entry, phase: None,
+        look_at_weights: Callable[[], None] = lambda: None,
     ) -> None:
         self._session = session
         self._keeper = keeper
         self._look_at_state = look_at_state
+        self._outputs = OutputWatch(session, look_at_weights)
         self._gradients = gradients
         self._on_outermost = on_outermost
         self._discover = discover
@@ -141,9 +149,11 @@ class Calls:
 
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Frame | None:
         """Open a call; return None for one that is not watched."""
+        stack = self._thread.stack
+        if not self._session.capturing and (stack or _inside_backward()):
+            return None
         if cannot_observe() or self._thread.paused:
             return None
-        stack = self._thread.stack
         entry = self._session.names.entry(module)
         if entry is None:
             entry = self.admit(module)
@@ -154,14 +164,16 @@ class Calls:
         if not stack:
             self._announce(entry, args, kwargs)
         frame = self._open(entry, stack)
-        if self._session.capturing:
-            try:
-                if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
-                    self._keep(self._keeper, frame, module, args, kwargs)
+        try:
+            if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
+                self._keep(self._keeper, frame, module, args, kwargs)
+            if self._session.capturing:
                 self._see_inputs(frame, args, kwargs)
-            except BaseException:
-                self._unwind(stack, frame)
-                raise
+            else:
+                frame.start = sequence_number()
+        except BaseException:
+            self._unwind(stack, frame)
+            raise
         return frame
 
     def finish(self, frame: Frame, result: Any) -> None:
@@ -184,6 +196,8 @@ class Calls:
             finally:
                 if loud is not None:
                     loud()
+        elif frame.is_outermost and not self._session.capturing:
+            self._watch_outputs(frame, self._flat(tensors_in_result, result))
         if not stack:
             self._gradients.outermost_ended()
 
@@ -335,7 +349,7 @@ class Calls:
         is_recorded = _is_number if frame.phase != "recompute" else _is_floating
         for path, value in inputs:
             if is_recorded(value.dtype):
-                is_batch = frame.phase == "forward" and not _is_computed(value)
+                is_batch = frame.phase == "forward" and not is_computed(value)
                 sites = frame.entry.sites["input"] if is_batch else frame.sites
                 self._session.see(sites.input[path], value, frame.call, frame.micro_step)
 
@@ -345,16 +359,25 @@ class Calls:
         all_finite = True
         for path, value in outputs:
             if _is_floating(value.dtype):
-                site = frame.sites.output[path]
-                if frame.is_outermost and _is_only_looked_at(frame, value):
-                    site = site.remarked(DETACHED)
-                measure = session.see(site, value, frame.call, frame.micro_step)
+                measure = session.see(_output_site(frame, path, value), value, frame.call, frame.micro_step)
                 all_finite = all_finite and (measure is None or measure.counts is None)
         if not all_finite:
             # What the script has written into the module's state since the last look comes before what it made.
             end = session.rows.position
             self._look_at_state(frame.entry, frame.phase)
             session.rows.bring_forward(start, end)
+
+    def _watch_outputs(self, frame: Frame, outputs: Found) -> None:
+        """Look at what an outermost call returns in a step that is only watched, and keep what a replay needs."""
+        with quiet():
+            sited = [
+                (path, _output_site(frame, path, value), value) for path, value in outputs if _is_floating(value.dtype)
+            ]
+            totals = self._outputs.look(sited, frame.call, frame.micro_step)
+            if frame.kept is not None:
+                frame.kept.totals = totals
+                self._kept_returned(frame, frame.kept, outputs)
+            self._gradients.watched_call_returns(frame, outputs)
 
     def _flat(self, flatten: Callable[..., Found], *nested: Any) -> Found:
         """Flatten arguments or a result; containers may be of the user's own making, and raise."""
@@ -373,16 +396,14 @@ def _is_number(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex or dtype in INTEGER_TYPES
 
 
+def _output_site(frame: Frame, path: str, value: Tensor) -> Site:
+    site = frame.sites.output[path]
+    return site.remarked(DETACHED) if frame.is_outermost and _is_only_looked_at(frame, value) else site
+
+
 def _is_only_looked_at(frame: Frame, value: Tensor) -> bool:
     """Whether a value is the result of a metric: of a root without weights, and no gradient flows back from it."""
     return frame.phase == "forward" and not value.requires_grad and not frame.entry.root.owns_parameters
-
-
-def _is_computed(value: Tensor) -> bool:
-    try:
-        return value.grad_fn is not None
-    except RuntimeError:  # a view whose base was changed in place: torch knows that it had a history
-        return True
 
 
 def _inside_backward() -> bool:

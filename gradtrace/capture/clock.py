@@ -68,6 +68,11 @@ class Clock:
         return self._ticks > 0
 
     @property
+    def steps_in_backward(self) -> bool:
+        """Whether an optimizer has stepped inside of a backward pass: at its end the gradients may be gone."""
+        return self._optimizers.found_in_backward
+
+    @property
     def may_belong_before(self) -> bool:
         """Whether what is seen from now on may turn out to belong to the step that has just ended."""
         return not self.by_hand and (self._ever_others or self._ticks == 1)

@@ -36,6 +36,9 @@ class NoGradients:
         """Note where it ends."""
         frame.end = sequence_number()
 
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """Nothing is kept."""
+
     def outermost_ended(self) -> None:
         """Nothing to drop."""
 

@@ -33,19 +33,29 @@ class StepLog:
         self._root_names: set[str] = set()
         self._finder = IncidentFinder(self._root_names)
         self._current: int | None = None
+        self._captured: int | None = None
         self._matters: list[Record] = []
         self._skipped = False
         self._modules_told = 0
 
-    def end_step(self, step: int) -> None:
-        """Write the rows in flight as rows of ``step``."""
+    def end_step(self, step: int, *, in_full: bool) -> None:
+        """Write the rows in flight as rows of ``step``, which was captured ``in_full`` or only watched."""
         with self._lock:
-            self._write(step, self._session.rows.take())
+            rows = self._session.rows.take()
+            if len(rows) and in_full and step != self._captured:
+                self._captured = step
+                self._info.captured += 1
+            self._write(step, rows)
 
     def extend_step(self, step: int, shift: int) -> None:
         """Write the rows in flight as more rows of ``step``, their micro steps moved up by ``shift``."""
         with self._lock:
             self._write(step, self._session.rows.take().moved(shift))
+
+    def add(self, step: int, rows: Rows) -> None:
+        """Write these rows, which are not in flight any more, as more rows of ``step``."""
+        with self._lock:
+            self._write(step, rows)
 
     def write_late(self) -> None:
         """Write the rows that waited for their numbers, up to the first that still waits."""

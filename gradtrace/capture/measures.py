@@ -61,12 +61,17 @@ class Measure:
     def of_number(cls, value: float) -> Measure:
         """Return the measure of a Python number, such as a learning rate."""
         measure = cls(_NUMBER)
-        if math.isfinite(value):
-            measure.min = measure.max = value
-            measure.norm = abs(value)
-        else:
-            measure.counts = int(value != value), int(value > 0), int(value < 0)
+        measure.be(value)
         return measure
+
+    def be(self, value: float) -> None:
+        """Become the measure of a number, which may not have been known before."""
+        self.pending = False
+        if math.isfinite(value):
+            self.min = self.max = value
+            self.norm = abs(value)
+        else:
+            self.counts = int(value != value), int(value > 0), int(value < 0)
 
     def count(self, nan: int, posinf: int, neginf: int) -> None:
         """Note how many elements are NaN, +Inf and -Inf."""

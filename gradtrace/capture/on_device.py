@@ -15,7 +15,7 @@ def numbers_of(values: Tensor) -> Tensor:
 
     A tensor without a finite element has min = +Inf and max = -Inf.
     """
-    kind = _number_type(values)
+    kind = number_type(values)
     finite = torch.isfinite(values)
     clean = torch.where(finite, values, 0)
     largest = clean.abs().amax().to(kind)
@@ -33,7 +33,7 @@ def numbers_of(values: Tensor) -> Tensor:
 
 def extremes_of(values: Tensor) -> Tensor:
     """Return the same six numbers of integers, of which only min and max mean something."""
-    low, high = (number.to(_number_type(values)) for number in torch.aminmax(values))
+    low, high = (number.to(number_type(values)) for number in torch.aminmax(values))
     zero = torch.zeros_like(low)
     return torch.stack([zero, zero, zero, low, high, torch.full_like(low, math.nan)])
 
@@ -47,6 +47,7 @@ def fill_from_row(measure: Measure, row: list[float]) -> None:
     measure.pending = False
 
 
-def _number_type(values: Tensor) -> torch.dtype:
+def number_type(values: Tensor) -> torch.dtype:
+    """Return the type in which numbers of ``values`` are brought over."""
     # MPS has no float64.
     return torch.float32 if values.device.type == "mps" else torch.float64

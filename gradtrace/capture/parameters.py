@@ -43,7 +43,7 @@ class ParameterWatch:
         with quiet():
             for entry, tensor in self._session.names.tensors():
                 if entry.owner.root is root:
-                    self._record_state("input", entry, tensor)
+                    self.record_state("input", entry, tensor)
 
     def look_at_state(self, owner: ModuleEntry, phase: str) -> None:
         """Record which parameters of a module have become non-finite since they were last looked at.
@@ -61,7 +61,7 @@ class ParameterWatch:
             if module is None or id(module) not in below or is_old:
                 continue
             if self._session.is_finite(tensor) is False:
-                self._record_state(phase, entry, tensor)
+                self.record_state(phase, entry, tensor)
 
     def rows_written(self) -> None:
         """Note that the rows in flight are safe."""
@@ -82,7 +82,7 @@ class ParameterWatch:
         with quiet():
             for entry, tensor in self._session.names.tensors():
                 if id(tensor) not in foreign:
-                    self._record_state("optimizer", entry, tensor)
+                    self.record_state("optimizer", entry, tensor)
 
     def record_parameters_of(self, optimizer: Optimizer) -> None:
         """Record only what one optimizer has changed."""
@@ -91,7 +91,7 @@ class ParameterWatch:
             for parameter in parameters_of(optimizer):
                 entry = names.parameter(parameter)
                 if entry is not None and entry.owner.selected:
-                    self._record_state("optimizer", entry, parameter)
+                    self.record_state("optimizer", entry, parameter)
 
     def is_over(self, optimizer: Optimizer) -> bool:
         """Whether all models that ``optimizer`` has updated are gone, so that it will not step again."""
@@ -106,7 +106,8 @@ class ParameterWatch:
         others = {id(p) for other in list(self._optimizers) if other is not optimizer for p in parameters_of(other)}
         return others - {id(p) for p in parameters_of(optimizer)} if others else others
 
-    def _record_state(self, phase: str, entry: TensorEntry, tensor: Tensor) -> None:
+    def record_state(self, phase: str, entry: TensorEntry, tensor: Tensor) -> None:
+        """Add a row for one parameter or buffer. To be called in ``quiet``."""
         if type(tensor) is not nn.Parameter and nn.parameter.is_lazy(tensor):
             return
         dtype = tensor.dtype
@@ -115,8 +116,17 @@ class ParameterWatch:
         measure = self._session.see_anew(entry.sites[phase], tensor)
         if measure is not None and measure.counts is not None:
             self._known_bad.add(_state_key(entry))
-        elif self._known_bad:
+        else:
+            self.turned_finite(entry)
+
+    def turned_finite(self, entry: TensorEntry) -> None:
+        """Note that a parameter or buffer is finite."""
+        if self._known_bad:
             self._known_bad.discard(_state_key(entry))
+
+    def is_known_bad(self, entry: TensorEntry) -> bool:
+        """Whether a parameter or buffer was non-finite when it was last recorded."""
+        return bool(self._known_bad) and _state_key(entry) in self._known_bad
 
     # Before a step ------------------------------------------------------------------------------------------
 
@@ -128,12 +138,11 @@ class ParameterWatch:
             self._optimizer_count += 1
         if optimizer not in self._of_known_models and any(map(self._is_in_use, parameters_of(optimizer))):
             self._of_known_models.add(optimizer)
-        if not self._session.capturing:
-            return
         with quiet():
             for index, group in enumerate(optimizer.param_groups):
                 self._record_rate(f"{number}.{index}", group.get("lr"))
-            self._record_finals(parameters_of(optimizer))
+            if self._session.capturing:
+                self._record_finals(parameters_of(optimizer))
 
     def _record_rate(self, path: str, rate: object) -> None:
         session = self._session

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.capture.calls import Frame
+from gradtrace.capture.replay.kept import Alive
 from gradtrace.capture.session import Session, be_quiet, quiet
 from gradtrace.capture.sites import Site
 
@@ -90,6 +91,7 @@ class Hooks:
         self.on_departure = session.guarded(self._departed)
         self.on_own_use = session.guarded(self._used)
         self.on_passing = session.guarded(self._passed)
+        self.on_output_gradient = session.guarded(self._output_reached)
 
     def backward_ended(self) -> None:
         """Record the sums of which some edges were not part of the pass."""
@@ -130,9 +132,14 @@ class Hooks:
             if place.frame.alive is not None:
                 place.frame.alive.kept.gradient_arrived(place.site.path, gradient)
 
+    def _output_reached(self, alive: Alive, number: int, path: str, gradients: Arrived) -> None:
+        gradient = gradients[number]
+        if gradient is not None:
+            alive.kept.gradient_arrived(path, gradient)
+
     def _used(self, slot: int, inside: Inside, gradients: Arrived, _: Arrived) -> None:
         gradient = gradients[slot]
-        if gradient is None or not self._session.capturing:
+        if gradient is None:
             return
         if inside.total is None:
             self._insides.append(inside)

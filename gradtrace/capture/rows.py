@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -148,12 +148,15 @@ class RowBuffer:
         source: Source | None = None,
     ) -> None:
         """Add a row of which nobody has kept the site."""
-        if phase == "event" or source is not None:
-            site = Site(phase, owner, tensor, path, detail, source)
+        self.add(self._entry(Row(0, micro_step, phase, owner, call, tensor, path, measure, detail, arrived, source)))
+
+    def _entry(self, row: Row) -> Entry:
+        if row.phase == "event" or row.source is not None:
+            site = Site(row.phase, row.owner, row.tensor, row.path, row.detail, row.source)
         else:
-            site = self._site(phase, owner, tensor, path)
-            site = site if detail is None else site.remarked(detail)
-        self.add((site, micro_step, call, NOTHING if measure is None else measure, arrived))
+            site = self._site(row.phase, row.owner, row.tensor, row.path)
+            site = site if row.detail is None else site.remarked(row.detail)
+        return site, row.micro_step, row.call, NOTHING if row.measure is None else row.measure, row.arrived
 
     def _site(self, phase: str, owner: Named | None, tensor: str, path: str) -> Site:
         key = (phase, owner, tensor, path)
@@ -180,18 +183,37 @@ class RowBuffer:
             first, last = max(start - self._taken, 0), max(end - self._taken, 0)
             self._rows[first:] = self._rows[last:] + self._rows[first:last]
 
-    def are_all(self, phase: str) -> bool:
-        """Whether all rows are of this phase."""
-        return all(entry[0].phase == phase for entry in self._rows)
+    def withdraw(self, start: int) -> Rows:
+        """Take the rows from a position on out again: they come before those in front of them."""
+        with self._lock:
+            first = max(start - self._taken, 0)
+            withdrawn = self._rows[first:]
+            del self._rows[first:]
+        return self._numbered(withdrawn)
+
+    def replace(self, start: int, end: int, rows: Sequence[Row]) -> None:
+        """Put ``rows`` in the place of those between two positions; their ``seq`` does not matter."""
+        with self._lock:
+            first, last = max(start - self._taken, 0), max(end - self._taken, 0)
+            self._rows[first:last] = map(self._entry, rows)
+
+    def exchange(self, function: Callable[[list[Row]], list[Row]]) -> None:
+        """Have all rows exchanged for others, whose ``seq`` does not matter; positions go on as if none were gone."""
+        with self._lock:
+            rows = function([Row.of(0, entry) for entry in self._rows])
+            self._taken += len(self._rows) - len(rows)
+            self._rows[:] = map(self._entry, rows)
+
+    def are_all(self, *phases: str) -> bool:
+        """Whether all rows are of these phases."""
+        return all(entry[0].phase in phases for entry in self._rows)
 
     def take(self) -> Rows:
         """Return all rows in order of ``seq`` and start anew."""
-        entries = self._cut()
-        return Rows(entries, list(itertools.islice(self._seq, len(entries))))
+        return self._numbered(self._cut())
 
-    def drop(self) -> None:
-        """Start anew without the rows."""
-        self._cut()
+    def _numbered(self, entries: list[Entry]) -> Rows:
+        return Rows(entries, list(itertools.islice(self._seq, len(entries))))
 
     def _cut(self) -> list[Entry]:
         with self._lock:

@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from gradtrace.errors import CaptureError
+
+
+class Captures(Protocol):
+    """Decides which steps are captured in full."""
+
+    def captures(self, step: int) -> bool:
+        """Whether ``step`` is to be captured in full; all others are watched."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from gradtrace.capture.measures import Measure
 from gradtrace.capture.names import Names
 from gradtrace.capture.readable import Unmeasurable
 from gradtrace.capture.rows import RowBuffer
-from gradtrace.capture.schedule import Schedule
+from gradtrace.capture.schedule import Captures
 from gradtrace.capture.sites import Named, Site
 from gradtrace.capture.statistics import Statistics
 from gradtrace.errors import GradtraceWarning, NonFiniteError
@@ -42,11 +42,11 @@ _function_modes = torch._C._len_torch_function_stack
 class Session:
     """The state of one recording.
 
-    ``capturing`` says whether the step in flight is recorded; ``active`` turns false for good when the
+    ``capturing`` says whether the step in flight is captured in full; ``active`` turns false for good when the
     recording ends, after which hooks that are still in some graph do nothing.
     """
 
-    def __init__(self, names: Names, schedule: Schedule, clock: Clock, rows: RowBuffer, statistics: Statistics) -> None:
+    def __init__(self, names: Names, schedule: Captures, clock: Clock, rows: RowBuffer, statistics: Statistics) -> None:
         self.active = True
         self.names = names
         self.schedule = schedule
@@ -88,7 +88,14 @@ class Session:
         self.rows.append(micro, phase, owner, call, tensor, path, measure, detail, arrived)
         return measure
 
-    def see(self, site: Site, value: Tensor, call: int | None, micro_step: int) -> Measure | None:
+    def see(
+        self,
+        site: Site,
+        value: Tensor,
+        call: int | None,
+        micro_step: int,
+        arrived: Sequence[Measure] | None = None,
+    ) -> Measure | None:
         """Measure ``value``, add its row and return the measure, like ``record``; the short way for what comes often.
 
         The measure of a tensor that has been seen and not changed since is used again.
@@ -98,7 +105,7 @@ class Session:
         except CANNOT_MEASURE as error:
             self.cannot_measure(error)
             return None
-        self.rows.add((site, micro_step, call, measure, None))
+        self.rows.add((site, micro_step, call, measure, arrived))
         return measure
 
     def see_anew(self, site: Site, value: Tensor) -> Measure | None:

@@ -7,11 +7,13 @@ these modules look at the values of tensors.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +31,9 @@ _PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _reference = weakref.ref
 
+_Pending = tuple[Tensor, Callable[[list[float]], None]]
+"""Numbers that are still on a device, as a vector, and who is to be told of them."""
+
 
 class Statistics:
     """Measures tensors, each only once while it lives and is not changed."""
@@ -39,7 +44,7 @@ class Statistics:
         self._lock = threading.RLock()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Measure]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
-        self._pending: list[tuple[Measure, Tensor]] = []
+        self._pending: list[_Pending] = []
         self.saw_nonfinite = False
         """Whether something non-finite has been measured since this was last set to False."""
 
@@ -97,7 +102,7 @@ class Statistics:
         if self.waits(values):
             numbers = on_device.extremes_of(values) if is_integer else on_device.numbers_of(values)
             measure.pending = True
-            self._pending.append((measure, numbers))
+            self._pending.append((numbers, functools.partial(self._fill, measure)))
         elif is_integer:
             low, high = torch.aminmax(values)
             measure.min, measure.max = float(low.item()), float(high.item())
@@ -138,6 +143,43 @@ class Statistics:
         low, high = torch.aminmax(values)  # a sum may overflow, of squares even more so
         return math.isfinite(low.item()) and math.isfinite(high.item())
 
+    def total(self, tensor: Tensor) -> Tensor:
+        """Return the plain sum of the elements, of the magnitudes of complex ones, on their device.
+
+        The cheapest look there is: a finite sum says that all elements are finite, and another sum that it is
+        another tensor.
+
+        Raises:
+            Unmeasurable: see ``measure``.
+        """
+        return values_of(tensor).sum()
+
+    def totals(self, tensors: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
+        """Call ``then`` with the sums of ``tensors``, as ``norms`` does with their norms.
+
+        Raises:
+            Unmeasurable: see ``measure``.
+        """
+        self._tell([self.total(tensor) for tensor in tensors], then)
+
+    def norms(self, tensors: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
+        """Call ``then`` with the L2 norms of ``tensors``, in their own precision: at once, or at ``resolve``.
+
+        A finite norm says that all elements are finite; another may have overflowed. The tensors are on one device.
+
+        Raises:
+            Unmeasurable: see ``measure``.
+        """
+        self._tell(torch._foreach_norm([values_of(tensor) for tensor in tensors]), then)
+
+    def _tell(self, scalars: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
+        numbers = torch.stack(tuple(scalars))
+        numbers = numbers.to(on_device.number_type(numbers))
+        if self.waits(numbers):
+            self._pending.append((numbers, then))
+        else:
+            then(numbers.tolist())
+
     def surely_finite(self, tensors: Sequence[Tensor]) -> bool:
         """Whether one look is enough to see that all elements of all tensors are finite. False says nothing."""
         if self._on_device or not tensors:
@@ -158,18 +200,23 @@ class Statistics:
 
     def resolve(self) -> None:
         """Fill in all measures that were taken on an accelerator: one copy to the host a device."""
-        if not self._pending:
-            return
-        by_device: dict[torch.device, list[tuple[Measure, Tensor]]] = defaultdict(list)
-        for pending in self._taken():
-            by_device[pending[1].device].append(pending)
-        for group in by_device.values():
-            rows = torch.stack([numbers for _, numbers in group]).tolist()
-            for (measure, _), row in zip(group, rows, strict=True):
-                on_device.fill_from_row(measure, row)
-                self.saw_nonfinite = self.saw_nonfinite or not measure.finite
+        while self._pending:  # one that turns out to be non-finite is measured exactly, which may wait again
+            self._resolve()
 
-    def _taken(self) -> list[tuple[Measure, Tensor]]:
+    def _resolve(self) -> None:
+        by_device: dict[torch.device, list[_Pending]] = defaultdict(list)
+        for pending in self._taken():
+            by_device[pending[0].device].append(pending)
+        for group in by_device.values():
+            values = iter(torch.cat([numbers for numbers, _ in group]).tolist())
+            for numbers, then in group:
+                then(list(itertools.islice(values, len(numbers))))
+
+    def _fill(self, measure: Measure, numbers: list[float]) -> None:
+        on_device.fill_from_row(measure, numbers)
+        self.saw_nonfinite = self.saw_nonfinite or not measure.finite
+
+    def _taken(self) -> list[_Pending]:
         """Take what waits; other threads may go on adding, and may resolve too."""
         with self._lock:
             count = len(self._pending)

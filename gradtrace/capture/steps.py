@@ -17,7 +17,10 @@ from gradtrace.capture.log import StepLog
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.replay.passes import Passes
+from gradtrace.capture.rows import Rows
 from gradtrace.capture.session import Session, quiet
+from gradtrace.capture.watch.step import StepWatch
+from gradtrace.capture.watch.thinning import as_watched
 
 _MOST_ROWS = 100_000
 """A step with more rows than this (a long evaluation is part of the step in flight) is written in pieces."""
@@ -36,9 +39,11 @@ class Steps:
         never_fired: Callable[[], int],
         forget_step: Callable[[], None],
         passes: Passes,
+        watch: StepWatch,
         on_step: Callable[[int], None],
     ) -> None:
         """``on_step`` is told of each step that begins."""
+        self._watch = watch
         self.log: StepLog | None = None
         self._session = session
         self._parameters = parameters
@@ -63,26 +68,29 @@ class Steps:
             self.close()
             self._next()
         elif len(session.rows) > _MOST_ROWS:
-            self._write_piece()
+            self._write_piece(self._passes.in_incident)
         if evaluating and session.statistics.waiting > _MOST_WAITING:
             self._resolve()
         session.clock.outermost_call(evaluating=evaluating)
         self._dirty = True
         self._parameters.call_begins(entry.root)
+        self._watch.call_begins(entry.root)
 
     def backward_ended(self, accumulating: bool, error: BaseException | None) -> None:
         """A backward pass has ended, by an error maybe: the one moment at which an accelerator is waited for."""
         self._dirty = True
         self._session.clock.backward_ended(accumulating=accumulating)
+        if accumulating:
+            self._watch.pass_ended()
         self._resolve()
         if accumulating:
+            self._watch.pass_resolved(self._parameters.arrivals)
             self._passes.backward_ended(error)
 
     def loss_scale(self, number: int, scale: Tensor) -> None:
         """A GradScaler is about to step an optimizer."""
-        if self._session.capturing:
-            with quiet():
-                self._session.record("optimizer", None, "loss_scale", str(number), scale, once=False)
+        with quiet():
+            self._session.record("optimizer", None, "loss_scale", str(number), scale, once=False)
 
     def optimizer_stepped(self, optimizer: Optimizer, skipped: bool, inside_backward: bool) -> None:
         """An optimizer has stepped, or was skipped; threads that train at once end their steps one by one."""
@@ -95,19 +103,23 @@ class Steps:
         if not inside_backward:
             self._passes.optimizer_stepped(skipped=skipped)
         belongs = clock.optimizer_stepped(optimizer, inside_backward=inside_backward)
-        if skipped and session.capturing:
+        if skipped:
             words = "GradScaler skipped the optimizer step"
             session.rows.append(clock.micro_step, "event", None, None, "skip", "", None, words)
-        if session.capturing:
-            if belongs is Belongs.THIS_STEP or clock.by_hand:
-                self._parameters.record_states(optimizer)
-            else:
-                self._parameters.record_parameters_of(optimizer)
+        self._record_states(optimizer, is_whole=belongs is Belongs.THIS_STEP or clock.by_hand)
         if belongs is Belongs.THIS_STEP:
             self.close()
             self._next()
         elif belongs is Belongs.STEP_BEFORE:
             self._extend_step_before()
+
+    def _record_states(self, optimizer: Optimizer, *, is_whole: bool) -> None:
+        if not self._session.capturing:
+            self._watch.updated()
+        elif is_whole:
+            self._parameters.record_states(optimizer)
+        else:
+            self._parameters.record_parameters_of(optimizer)
 
     def by_hand(self, number: int | None) -> None:
         """The user's loop says that what follows is another step."""
@@ -146,49 +158,60 @@ class Steps:
     def _close_last(self) -> None:
         """Close the step in flight; an evaluation after the last step is none of its own."""
         clock = self._session.clock
-        if clock.has_ticked and not clock.by_hand and self._session.rows.are_all("evaluation"):
+        if clock.has_ticked and not clock.by_hand and self._session.rows.are_all("evaluation", "event"):
             self._extend_step_before()
         else:
             self.close()
 
     def close(self) -> None:
-        """Hand the rows in flight to the log as the step's last, if it is one of those to be captured."""
+        """Hand the rows in flight to the log as the step's last."""
         session = self._session
         fired = self._never_fired()
         if fired:
             session.unmeasured[_NEVER_FIRED] += fired
         if self._may_wait and not session.clock.backward_in_step and session.statistics.waiting:
             self._resolve()
-        self._passes.step_ends()
-        self._write_piece()
+        in_incident = self._passes.step_ends()
+        self._watch.step_ends(incident=in_incident)
+        self._write_piece(in_incident)
         self._dirty = False
 
-    def _write_piece(self) -> None:
-        session = self._session
-        if self.log is not None and session.schedule.captures(session.clock.step):
-            self._parameters.rows_written()
-            self.log.end_step(session.clock.step)
-        else:
-            self._drop()
+    def _write_piece(self, in_incident: bool) -> None:
+        step = self._session.clock.step
+        self._thin(step, in_incident)
+        if self.log is not None:
+            self.log.end_step(step, in_full=self._session.capturing and self._session.schedule.captures(step))
 
-    def _drop(self) -> None:
-        self._session.rows.drop()
-        self._parameters.rows_dropped()
+    def _thin(self, step: int, in_incident: bool) -> None:
+        """Leave only what a watched step has, where one was captured since it might have belonged to another."""
+        if not self._session.capturing or self._session.schedule.captures(step) or in_incident:
+            self._parameters.rows_written()
+        else:
+            self._session.rows.exchange(as_watched)
+            self._parameters.rows_dropped()
 
     def _extend_step_before(self) -> None:
         session = self._session
-        self._passes.part_ends()
+        in_incident = self._passes.part_ends()
         before = session.clock.step - 1
         shift = session.clock.continue_step_before()
-        if self.log is not None and session.schedule.captures(before):
-            self._parameters.rows_written()
+        self._thin(before, in_incident)
+        if self.log is not None:
             self.log.extend_step(before, shift)
-        else:
-            self._drop()
         self._forget()
+
+    def of_step_before(self, rows: Rows) -> None:
+        """Write rows that turned out to belong to the step that has just ended."""
+        if self.log is not None:
+            self.log.add(self._session.clock.step - 1, rows)
 
     def _next(self, number: int | None = None) -> None:
         self._session.clock.next_step(number)
+        self.step_begins()
+
+    def step_begins(self) -> None:
+        """A step begins: the first, or another one."""
+        self._watch.step_begins(self._session.clock.step)
         self._forget()
         self._on_step(self._session.clock.step)
 
@@ -207,12 +230,18 @@ class Steps:
 
     def _record_manual_update(self) -> None:
         """Record what the script's own code has made of the parameters, there being no optimizer."""
-        if self._session.capturing and self._session.clock.updated_without_optimizer():
+        if not self._session.clock.updated_without_optimizer():
+            return
+        if self._session.capturing:
             self._parameters.record_states(None)
+        else:
+            self._watch.updated()
 
     def _backward_starts(self) -> None:
-        if self._session.capturing:
+        if self._session.capturing or self._session.clock.steps_in_backward:
             self._parameters.arrivals.watch()
+        else:
+            self._parameters.arrivals.rest()
 
     def _resolve(self) -> None:
         with quiet():

@@ -12,6 +12,7 @@ import sys
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -49,11 +50,15 @@ from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, warn
 from gradtrace.capture.statistics import Statistics
 from gradtrace.capture.steps import Steps
+from gradtrace.capture.watch.baseline import Baseline
+from gradtrace.capture.watch.step import StepWatch
+from gradtrace.capture.watch.triggers import Triggers, WatchSchedule
 from gradtrace.errors import CaptureError
 from gradtrace.trace.runinfo import RunInfo
 from gradtrace.trace.secrets import masked
 from gradtrace.trace.writer import RunWriter
 
+Mode = Literal["full", "watch"]
 Engine = Literal["graph", "hooks"]
 Models = nn.Module | Mapping[str, nn.Module] | None
 
@@ -75,8 +80,10 @@ class Tracer:
     Args:
         models: the model, several by name, or None for every model that this process calls.
         path: where the recording is to be; with several ranks, a directory with a file for each.
+        mode: ``full`` captures every step, or those of ``every`` and ``steps``; ``watch`` only a few, which
+            ``triggers`` choose. Steps that are not captured in full are watched.
         engine: ``graph`` sees everything; ``hooks`` registers torch's own hooks on every module.
-        every: capture every Nth step.
+        every: capture every Nth step in full.
         steps: capture the steps from the first up to, not including, the second; None leaves an end open.
         first_step: the number of the first step, for a training that is resumed.
         include, exclude: glob patterns of the modules to record or to leave out.
@@ -85,6 +92,9 @@ class Tracer:
         loss_lines: note source lines in the loss code, which costs much only where the loss is very long.
         op_steps: record every operation of these steps, from the first up to, not including, the second.
         capsule_limit: save no capsule of the first failing step that takes more bytes; 0 for none at all.
+        max_size: bytes that the recording may take before older steps are thinned out; 0 for no bound.
+        triggers: which steps are captured in full with the mode ``watch``.
+        baseline: an earlier run; with the mode ``watch`` more steps are captured if its model was another one.
         existing: what to do with an older run at ``path``.
         command: the command line that the file is to show.
         _on_device: measure tensors of every device as those of an accelerator; for tests.
@@ -99,6 +109,7 @@ class Tracer:
         models: Models = None,
         path: str | os.PathLike[str] = "run.parquet",
         *,
+        mode: Mode = "full",
         engine: Engine = "graph",
         every: int = 1,
         steps: tuple[int | None, int | None] | None = None,
@@ -110,10 +121,19 @@ class Tracer:
         loss_lines: bool = True,
         op_steps: tuple[int | None, int | None] | None = None,
         capsule_limit: int = 2**30,
+        max_size: int = 2 * 10**9,
+        triggers: Triggers | None = None,
+        baseline: str | os.PathLike[str] | None = None,
         existing: Literal["refuse", "overwrite", "move_aside"] = "refuse",
         command: Sequence[str] = (),
         _on_device: bool | None = None,
     ) -> None:
+        if mode not in ("full", "watch"):
+            raise CaptureError(f"no such mode: {mode!r}; it is 'full' or 'watch'")
+        if mode == "watch" and engine == "hooks":
+            raise CaptureError(
+                "the mode 'watch' needs the engine 'graph': the engine 'hooks' keeps nothing for a replay"
+            )
         if engine not in ("graph", "hooks"):
             raise CaptureError(f"no such engine: {engine!r}; it is 'graph' or 'hooks'")
         if on_nonfinite not in ("continue", "stop"):
@@ -121,7 +141,11 @@ class Tracer:
         if replays < 0:
             raise CaptureError(f"replays cannot be {replays}; 0 switches them off")
         self._op_range = _range_of(op_steps)
-        schedule = Schedule(every, *(steps or (None, None)), also=self._op_range)
+        schedule: Schedule | WatchSchedule = Schedule(every, *(steps or (None, None)), also=self._op_range)
+        if mode == "watch":
+            asked_for = schedule.captures if every > 1 or steps else self._op_range.__contains__
+            schedule = WatchSchedule(triggers, also=asked_for)
+        self._baseline = None if baseline is None or mode == "full" else Baseline.of(baseline)
         self._launch = Launch.of_environment()
         self._path = Path(path)
         self._existing: Literal["refuse", "overwrite", "move_aside"] = existing
@@ -134,6 +158,7 @@ class Tracer:
             command=masked(command),
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
             config={
+                "mode": mode,
                 "engine": engine,
                 "every": every,
                 "steps": list(steps) if steps else None,
@@ -145,12 +170,22 @@ class Tracer:
                 "loss_lines": loss_lines,
                 "op_steps": list(op_steps) if op_steps else None,
                 "capsule_limit": capsule_limit,
+                "max_size": max_size,
+                "triggers": asdict(triggers or Triggers()) if mode == "watch" else None,
+                "baseline": None if baseline is None else os.fspath(baseline),
             },
         )
         self._models = _named(models)
         self._build(engine, schedule, Names(include, exclude), Clock(first_step), Statistics(on_device=_on_device))
 
-    def _build(self, engine: Engine, schedule: Schedule, names: Names, clock: Clock, statistics: Statistics) -> None:
+    def _build(
+        self,
+        engine: Engine,
+        schedule: Schedule | WatchSchedule,
+        names: Names,
+        clock: Clock,
+        statistics: Statistics,
+    ) -> None:
         session = self._session = Session(names, schedule, clock, RowBuffer(self.info.rank), statistics)
         session.on_failure = self._detach
         self._graph = GraphGradients(session)
@@ -173,25 +208,36 @@ class Tracer:
             discover=not self._models,
             keeper=keeper if keeps else None,
             look_at_state=self._parameters.look_at_state,
+            look_at_weights=lambda: self._watch.look_at_weights(),
+        )
+        self._watch = StepWatch(
+            session,
+            self._parameters,
+            schedule if isinstance(schedule, WatchSchedule) else None,
+            self._baseline,
+            lambda rows: self._steps.of_step_before(rows),
         )
         wanted = self._op_range
         self._op_steps = OpSteps(session, wanted.start, wanted.stop, self._calls.innermost_open, self._add_operation)
-        self._backward = BackwardWatch(session, self._backward_begins, self._backward_ended, self._op_steps)
+        self._backward = BackwardWatch(
+            session, self._backward_begins, self._backward_ended, self._op_steps, self._watch.returned
+        )
         watchman = Watchman(
             session,
             keeper,
             Replayer(session, self._calls, self._backward),
-            self._loss.finding,
+            self._loss,
             self._capsule,
             self.info.notes,
             replays=config["replays"],
             on_nonfinite=config["on_nonfinite"],
             agreement=Agreement(keeper, session.is_finite),
             verdict_command=lambda: f"gradtrace first-nan {self.path}",
+            watch=self._watch,
         )
         passes = Passes(session.rows, keeper, watchman, self._loss, self._capsule)
         steps = self._steps = Steps(
-            session, self._parameters, self._graph.never_fired, forget, passes, self._step_begins
+            session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._step_begins
         )
         self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
         self._optimizers = OptimizerWatch(
@@ -230,7 +276,7 @@ class Tracer:
             self._lines.install()
         self._optimizers.install()
         self._eager.install()
-        self._session.guarded(self._step_begins)(self._session.clock.step)
+        self._session.guarded(self._steps.step_begins)()
         return self
 
     def stop(self, end: str = "completed") -> RunInfo:
@@ -305,9 +351,11 @@ class Tracer:
         )
 
     def _backward_begins(self, outputs: Sequence[Any], creates_graph: bool) -> None:
+        self._keeper.backward_begins(self._session.rows.position)
         if self._session.capturing:
-            self._keeper.backward_begins(self._session.rows.position)
             self._loss.backward_begins(outputs, create_graph=creates_graph)
+        else:
+            self._loss.watched_backward_begins(outputs)
 
     def _backward_ended(self, accumulating: bool, keeps_graph: bool, error: BaseException | None) -> None:
         self._graph.backward_ended()

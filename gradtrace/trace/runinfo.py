@@ -59,6 +59,7 @@ class RunInfo:
     finished: str | None = None
     end: str = "running"
     steps: int = 0
+    captured: int = 0
     last_step: int | None = None
     records: int = 0
     incidents: int = 0

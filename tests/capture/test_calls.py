@@ -576,8 +576,8 @@ def test_an_optimizer_that_steps_inside_of_a_call_starts_no_half_seen_call(tmp_p
     model = Learner()
     recorded = record(model, tmp_path, lambda: model(X), steps=(1, None))
     assert recorded.info.end == "completed"
-    assert {row["step"] for row in recorded.rows} == {1}
-    assert recorded.columns("module", tensor="output") == [("layer",)]
+    assert recorded.steps_in_full == [1]
+    assert recorded.columns("step", "module", tensor="output") == [(1, "layer")]
 
 
 # The replaced method -----------------------------------------------------------------------------------------

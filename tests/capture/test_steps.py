@@ -435,14 +435,17 @@ def test_only_the_steps_that_were_asked_for_are_recorded(
             optimizer.step()
 
     recorded = record(model, tmp_path, train, **options)
-    assert sorted({row["step"] for row in recorded.rows}) == expected
+    first = int(options.get("first_step", 0))
+    assert sorted({row["step"] for row in recorded.rows}) == list(range(first, first + 6))
+    assert recorded.steps_in_full == expected
+    assert recorded.info.captured == len(expected)
     for step in expected:
         assert len(recorded.where(step=step, tensor="loss")) == 1
         assert len(recorded.where(step=step, tensor="param", phase="optimizer")) == 4
         assert len(recorded.where(step=step, tensor="output")) == 4
     start = recorded.only(phase="input", tensor="param", module="0", path="bias")
     assert start["step"] == expected[0]
-    assert start["norm"] == pytest.approx(states[expected[0] - int(options.get("first_step", 0))], rel=1e-6)
+    assert start["norm"] == pytest.approx(states[expected[0] - first], rel=1e-6)
 
 
 @pytest.mark.parametrize(("options", "expected"), [({"every": 2}, [0, 2]), ({"steps": (1, 2)}, [1])])
@@ -459,7 +462,8 @@ def test_a_step_of_two_optimizers_is_recorded_whole_or_not_at_all(
             if not (r["phase"] == "input" and r["tensor"] == "param")
         ]
 
-    assert sorted({row["step"] for row in part.rows}) == expected
+    assert sorted({row["step"] for row in part.rows}) == [0, 1, 2, 3]
+    assert part.steps_in_full == expected
     for step in expected:
         assert without_start(part, step) == without_start(whole, step)
     starts = part.columns("step", phase="input", tensor="param", path="bias")

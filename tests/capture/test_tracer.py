@@ -87,10 +87,12 @@ def test_the_file_says_what_was_recorded(tmp_path: Path) -> None:
         train(model, 3)
     recorded = read(tmp_path / "run.parquet")
     info = recorded.info
-    assert (info.end, info.steps, info.last_step, info.records) == ("completed", 2, 12, len(recorded.rows))
+    assert (info.end, info.steps, info.last_step, info.records) == ("completed", 3, 12, len(recorded.rows))
+    assert info.captured == 2
     assert info.command == ["train.py", "--lr", "1"]
     assert info.versions["torch"] == torch.__version__
     assert info.config == {
+        "mode": "full",
         "engine": "graph",
         "every": 2,
         "steps": [10, None],
@@ -102,6 +104,9 @@ def test_the_file_says_what_was_recorded(tmp_path: Path) -> None:
         "loss_lines": True,
         "op_steps": None,
         "capsule_limit": 2**30,
+        "max_size": 2 * 10**9,
+        "triggers": None,
+        "baseline": None,
     }
     assert info.started < str(info.finished)
     assert (info.rank, info.world_size, info.incidents) == (0, 1, 0)

@@ -13,7 +13,8 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace.capture.tracer import Tracer
+from gradtrace.capture.tracer import Mode, Tracer
+from gradtrace.capture.watch.triggers import Triggers
 from gradtrace.errors import RunExistsError
 
 Outcome = dict[str, Any]
@@ -224,13 +225,15 @@ def assert_same(one: Any, other: Any, where: str = "") -> None:
         assert one == other, where
 
 
+@pytest.mark.parametrize("mode", ["full", "watch"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["cpu", "device"])
 @pytest.mark.parametrize(("build", "train"), TRAININGS, ids=NAMES)
 def test_training_is_the_same_to_the_last_bit(
-    tmp_path: Path, build: Callable[[], nn.Module], train: Callable[[nn.Module], Outcome], on_device: bool
+    tmp_path: Path, build: Callable[[], nn.Module], train: Callable[[nn.Module], Outcome], on_device: bool, mode: Mode
 ) -> None:
+    how: dict[str, Any] = {"mode": mode, "triggers": Triggers(first=1), "_on_device": on_device}
     plain = run(build, train, Untraced)
-    traced = run(build, train, lambda model: Tracer(model, tmp_path / "run.parquet", _on_device=on_device))
+    traced = run(build, train, lambda model: Tracer(model, tmp_path / "run.parquet", **how))
     assert_same(plain, traced)
     info = gradtrace.open_run(tmp_path / "run.parquet").info
     assert (info.end, info.unmeasured.keys() - {"gradient never arrived (output unused, or changed in place)"}) == (

@@ -37,6 +37,12 @@ class Recorded:
         (row,) = self.where(**wanted)
         return row
 
+    @property
+    def steps_in_full(self) -> list[int]:
+        """Return the steps that were captured in full: others have the norm of all their gradients instead."""
+        watched = {row["step"] for row in self.where(tensor="grad_norm")}
+        return sorted({row["step"] for row in self.rows} - watched)
+
     def boundaries(self) -> list[Row]:
         """Return the rows of module calls, forward and backward."""
         return [row for row in self.rows if row["tensor"] in BOUNDARIES]

@@ -1,6 +1,5 @@
 """``gradtrace record``: its options, what it refuses, and the life of a recording around the script."""
 
-import ast
 import importlib.util
 import os
 import signal
@@ -15,6 +14,8 @@ from gradtrace_cli.main import main
 from gradtrace_cli.record_plan import RecordPlan
 from gradtrace_cli.record_summary import Line, last_words, moved_aside
 
+from gradtrace.capture.watch.triggers import Triggers
+from gradtrace.settings import SETTINGS, Settings
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
 
 CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts"), "gradtrace"))
@@ -38,7 +39,7 @@ def record(directory, source, *options, arguments=(), **environment):
 
 def started_with(done):
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("start "))
-    return ast.literal_eval(line.removeprefix("start "))
+    return eval(line.removeprefix("start "), {"Triggers": Triggers})
 
 
 def own_lines(done):
@@ -173,6 +174,7 @@ def test_without_options_every_step_goes_to_the_default_path_and_an_older_run_is
 
     assert started_with(done) == {
         "path": str(directory / "run.parquet"),
+        "mode": "full",
         "engine": "graph",
         "every": 1,
         "steps": None,
@@ -184,6 +186,9 @@ def test_without_options_every_step_goes_to_the_default_path_and_an_older_run_is
         "loss_lines": True,
         "op_steps": None,
         "capsule_limit": 2**30,
+        "max_size": 2_000_000_000,
+        "baseline": None,
+        "triggers": Triggers(),
         "existing": "move_aside",
         "command": ["train.py", "--lr", "3e-4", "--help"],
     }
@@ -191,32 +196,15 @@ def test_without_options_every_step_goes_to_the_default_path_and_an_older_run_is
 
 def test_every_option_reaches_the_tracer(directory):
     (directory / "pkg.py").write_text("import torch")
-    command = [CONSOLE_SCRIPT, "record", "-o", "a/b.parquet", "--every", "10", "--steps", "5:20"]
-    command += [
-        "--first-step",
-        "7",
-        "--include",
-        "x.*",
-        "--include",
-        "y",
-        "--exclude",
-        "x.0",
-        "--engine",
-        "hooks",
-        "--replays",
-        "1",
-        "--on-nonfinite",
-        "stop",
-        "--no-loss-lines",
-        "--op-steps",
-        "6:8",
-        "--capsule-limit",
-        "1.5MB",
-    ]
+    (directory / "older.parquet").write_text("")
+    options = """-o a/b.parquet --watch --every 10 --steps 5:20 --first-step 7 --include x.* --include y --exclude x.0
+        --engine hooks --replays 1 --on-nonfinite stop --no-loss-lines --op-steps 6:8 --capsule-limit 1.5MB
+        --max-size 3GB --baseline older.parquet --watch-first 1 --watch-after 2 --watch-lr-factor 3
+        --watch-spike-factor 4.5 --watch-spike-window 50 --watch-share 0.1 --watch-changed-first 7"""
     variables = os.environ | {"PYTHONPATH": str(STUBS)}
 
     done = subprocess.run(
-        [*command, "-m", "pkg", "-x"],
+        [CONSOLE_SCRIPT, "record", *options.split(), "-m", "pkg", "-x"],
         cwd=directory,
         env=variables,
         capture_output=True,
@@ -226,6 +214,7 @@ def test_every_option_reaches_the_tracer(directory):
 
     assert started_with(done) == {
         "path": str(directory / "a" / "b.parquet"),
+        "mode": "watch",
         "engine": "hooks",
         "every": 10,
         "steps": (5, 20),
@@ -237,6 +226,9 @@ def test_every_option_reaches_the_tracer(directory):
         "loss_lines": False,
         "op_steps": (6, 8),
         "capsule_limit": 1_500_000,
+        "max_size": 3_000_000_000,
+        "baseline": str(directory / "older.parquet"),
+        "triggers": Triggers(1, 2, 3.0, 4.5, 50, 0.1, 7),
         "existing": "refuse",
         "command": ["-m", "pkg", "-x"],
     }
@@ -335,10 +327,9 @@ MODULES = [
 
 
 def words(*, size=61_300_000, path="run.parquet", only_steps=None, **changes):
-    """The last words of a run; keyword arguments change its RunInfo, or the options of ``record``."""
-    options = {"include": (), "exclude": ()}
-    facts = {"steps": 12_000, "records": 4_656_000, "modules": MODULES, "end": "completed"}
-    options |= {key: value for key, value in changes.items() if key in options}
+    """The last words of a run; keyword arguments change its RunInfo, or the settings of ``record``."""
+    facts = {"steps": 12_000, "captured": 12_000, "records": 4_656_000, "modules": MODULES, "end": "completed"}
+    options = {key: value for key, value in changes.items() if key in SETTINGS and key != "steps"}
     facts |= {key: value for key, value in changes.items() if key not in options}
     tracer = SimpleNamespace(info=RunInfo("x", **facts), bytes_written=size)
     plan = RecordPlan(
@@ -346,20 +337,10 @@ def words(*, size=61_300_000, path="run.parquet", only_steps=None, **changes):
         args=(),
         is_module=False,
         path=path,
-        steps=only_steps,
         moves_aside=False,
         force=False,
-        every=1,
-        first_step=0,
-        engine="graph",
-        replays=3,
-        on_nonfinite="continue",
-        no_loss_lines=False,
-        op_steps=None,
-        capsule_limit=2**30,
-        no_capsule=False,
         quiet=False,
-        **options,
+        settings=Settings(**({"steps": only_steps} | options)),
     )
     return list(last_words(tracer, plan))
 
@@ -423,8 +404,17 @@ def test_a_run_without_a_module_call_says_so_and_asks_for_subprocesses():
 
 
 def test_steps_that_the_run_never_reached_are_named():
-    first, *_ = words(records=0, only_steps=(100, None))
-    assert first == Line("nothing was recorded: no step of the run lies in --steps 100:", warning=True)
+    first, second, *_ = words(captured=0, only_steps=(100, None))
+    assert first == Line("no step was captured in full: none of the run lies in steps 100:", warning=True)
+    assert second.text.startswith("wrote run.parquet: 12,000 steps (0 captured in full), 2 of 3 modules, ")
+
+
+@pytest.mark.parametrize("settings", [{"mode": "watch"}, {"every": 500}, {"only_steps": (3, 27)}])
+def test_where_not_all_steps_are_captured_in_full_their_number_is_told(settings):
+    facts = words(captured=24, **settings)[0].text
+    assert facts == (
+        "wrote run.parquet: 12,000 steps (24 captured in full), 2 of 3 modules, 4,656,000 records, 61.3 MB"
+    )
 
 
 def test_a_pattern_that_matches_nothing_is_named_with_names_that_exist():
@@ -486,7 +476,7 @@ def test_an_older_run_is_told_with_its_new_name_beside_the_path():
         (["-o"], "option '-o' requires an argument"),
         (
             ["--every", "0", "x.py"],
-            "invalid value for '--every': 0 is not in the range x>=1; see: gradtrace record --help",
+            "invalid value for '--every': 0 is not a whole number, 1 or more; see: gradtrace record --help",
         ),
         (
             ["--engine", "x", "x.py"],

@@ -50,15 +50,23 @@ class LossCode:
         numbers are not there yet (accelerators), where it was not made by loss code, and without ``explain``,
         which is for the first steps of an incident: it takes milliseconds.
         """
+        nodes = self._region(outputs, inside)
+        finding = self._explain(nodes, outputs, known) if explain and nodes else None
+        self._checks.watch(nodes)
+        return finding
+
+    def explain(
+        self, outputs: Sequence[Any], inside: Iterable[Interval], known: Callable[[Edge], Known]
+    ) -> LossFinding | None:
+        """Say why the loss is non-finite, as ``backward_begins`` does, and leave the pass alone."""
+        nodes = self._region(outputs, inside)
+        return self._explain(nodes, outputs, known) if nodes else None
+
+    def _region(self, outputs: Sequence[Any], inside: Iterable[Interval]) -> list[Any]:
         nodes = loss_region(outputs, inside)
         if nodes is None:
             self._session.unmeasured[f"loss code of more than {LIMIT:,} operations"] += 1
-            return None
-        if not nodes:
-            return None
-        finding = self._explain(nodes, outputs, known) if explain else None
-        self._checks.watch(nodes)
-        return finding
+        return nodes or []
 
     def backward_ended(self) -> None:
         """Take the hooks of the pass away."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,7 +20,9 @@ from gradtrace.capture.loss.forward import LossFinding
 from gradtrace.capture.loss.lines import LossLines
 from gradtrace.capture.loss.region import Interval
 from gradtrace.capture.loss.values import Known
+from gradtrace.capture.replay.kept import Callers, callers, lines_of
 from gradtrace.capture.session import Session
+from gradtrace.trace.confirmation import SourceLine
 
 
 class _Thread(threading.local):
@@ -42,6 +44,7 @@ class LossWatch:
         self._code = LossCode(session)
         self._thread = _Thread()
         self._finding: LossFinding | None = None
+        self._pass_began: Callers = ()
 
     # What the calls report; see ``Gradients`` ---------------------------------------------------------------
 
@@ -56,16 +59,26 @@ class LossWatch:
         self._gradients.call_returns(frame, outermost, outputs)
         if frame.is_outermost:
             heads = [value for _, value in outputs if value.requires_grad]
-            thread = self._thread
-            thread.inside.append((frame.start, sequence_number()))
-            thread.outputs += map(weakref.ref, heads)
-            thread.finite.update(self._finite(heads))
+            self._note(frame, heads)
             if self._lines is not None:
                 self._lines.call_ended(has_graph=bool(heads))
+
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """Note where the loss code begins, without source lines: those cost too much to be noted in every step."""
+        self._gradients.watched_call_returns(frame, outputs)
+        self._note(frame, [value for _, value in outputs if value.requires_grad])
+        totals = {} if frame.kept is None else frame.kept.totals or {}
+        self._thread.finite.update(self._finite_totals(outputs, totals))
 
     def outermost_ended(self) -> None:
         """Pass on."""
         self._gradients.outermost_ended()
+
+    def _note(self, frame: Frame, heads: list[Tensor]) -> None:
+        thread = self._thread
+        thread.inside.append((frame.start, sequence_number()))
+        thread.outputs += map(weakref.ref, heads)
+        thread.finite.update(self._finite(heads))
 
     # Backward -----------------------------------------------------------------------------------------------
 
@@ -73,15 +86,27 @@ class LossWatch:
         """A pass is about to start from ``outputs``; to be called when their rows have been added."""
         if self._lines is not None:
             self._lines.backward_begins(create_graph=create_graph)
+        explain = self._finding is None  # the first failing pass of a step is the one that is written
+        finding = self._code.backward_begins(outputs, self._thread.inside, self._known(), explain=explain)
+        self._finding = self._finding or finding
+
+    def watched_backward_begins(self, outputs: Sequence[Any]) -> None:
+        """A pass is about to start in a step that is only watched: its loss code is looked at if it has failed."""
+        self._pass_began = callers()
+        measures = [self._session.statistics.known(loss) for loss in outputs if isinstance(loss, Tensor)]
+        has_failed = any(measure is not None and not measure.finite for measure in measures)
+        if has_failed and self._finding is None:
+            self._finding = self._code.explain(outputs, self._thread.inside, self._known())
+
+    def _known(self) -> Callable[[Edge], Known]:
+        """Return what tells of an edge what is known of the value there."""
         values = dict(self._known_values())
         finite = self._thread.finite
 
         def known(edge: Edge) -> Known:
             return values.get(edge) or Known(finite=finite.get((edge[0]._sequence_nr(), edge[1])))
 
-        explain = self._finding is None  # the first failing pass of a step is the one that is written
-        finding = self._code.backward_begins(outputs, self._thread.inside, known, explain=explain)
-        self._finding = self._finding or finding
+        return known
 
     def backward_ended(self, *, keeps_graph: bool) -> None:
         """A pass has ended."""
@@ -101,6 +126,13 @@ class LossWatch:
             if tensor.grad_fn is not None and known is not None:
                 yield (tensor.grad_fn._sequence_nr(), tensor.output_nr), known.finite
 
+    def _finite_totals(self, outputs: Found, totals: Mapping[str, Tensor]) -> Iterator[tuple[tuple[int, int], bool]]:
+        """Yield which outputs have a finite sum, by their nodes' numbers; on an accelerator nobody knows yet."""
+        for path, tensor in outputs:
+            total = totals.get(path)
+            if total is not None and tensor.grad_fn is not None and not self._session.statistics.waits(total):
+                yield (tensor.grad_fn._sequence_nr(), tensor.output_nr), bool(total.isfinite())
+
     # What was found -----------------------------------------------------------------------------------------
 
     def finding(self) -> LossFinding:
@@ -108,8 +140,19 @@ class LossWatch:
         found = self._finding or LossFinding()
         return LossFinding([*found.births, *self._code.births()], found.reason, found.place, found.term)
 
+    def span(self, lines: Sequence[SourceLine]) -> str | None:
+        """Return between which lines the loss code is: from a call of the model, made at ``lines``, to backward."""
+        ends = lines_of(self._pass_began)
+        if not (lines and ends):
+            return None
+        first, last = lines[-1], ends[-1]
+        if first.file != last.file:
+            return f"{first.file}:{first.line} to {last.file}:{last.line}"
+        return f"{first.file}:{first.line} to {last.line}"
+
     def step_ended(self) -> None:
         """Forget the step."""
+        self._pass_began = ()
         self._code.drop()
         self._finding = None
         self._thread.inside.clear()

@@ -11,14 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from gradtrace.capture.loss.forward import LossFinding
+from gradtrace.capture.loss.watch import LossWatch
 from gradtrace.capture.operations.births import Birth
 from gradtrace.capture.recheck.capsule_watch import CapsuleWatch
 from gradtrace.capture.replay.agreement import Agreement
+from gradtrace.capture.replay.filling import fill_in
 from gradtrace.capture.replay.kept import Keeper
 from gradtrace.capture.replay.rerun import Outcome, Replayer
 from gradtrace.capture.rows import Named, Row, record_of
 from gradtrace.capture.session import Session, warn
+from gradtrace.capture.watch.step import StepWatch
 from gradtrace.errors import NonFiniteError
 from gradtrace.trace.confirmation import Confirmation
 from gradtrace.trace.incident import IncidentFinder, looks_like_mask
@@ -61,7 +63,7 @@ class Watchman:
         session: Session,
         keeper: Keeper,
         replayer: Replayer,
-        loss: Callable[[], LossFinding],
+        loss: LossWatch,
         capsule: CapsuleWatch | None,
         notes: list[str],
         *,
@@ -69,8 +71,10 @@ class Watchman:
         on_nonfinite: OnNonFinite,
         agreement: Agreement,
         verdict_command: Callable[[], str],
+        watch: StepWatch,
     ) -> None:
         """``notes`` are those of the run; ``agreement`` says whether stopping now is safe."""
+        self._watch = watch
         self._session = session
         self._keeper = keeper
         self._replayer = replayer
@@ -90,6 +94,11 @@ class Watchman:
         self._lasting = False
         self._weights_were_bad = False
         self._is_blind = False
+
+    @property
+    def in_incident(self) -> bool:
+        """Whether an alarm was raised in the step in flight."""
+        return self._alarm is not None
 
     @property
     def is_suspicious(self) -> bool:
@@ -130,13 +139,26 @@ class Watchman:
         if not reached:
             return False
         names.freeze()
-        first = self._first(bad)
+        is_fatal = "grad" in reached and not skipped
+        first, outcome = self._first(bad), None
+        if self._watch.is_on:
+            outcome = self._see_in_full(first, is_fatal=is_fatal)
+            first = self._first(self._bad_rows_here())
         self._alarm = Alarm(step, first, reached)
         if not self._lasting:
             self._say(self._alarm)
             self._save(first)
-        self._confirm(first, is_fatal="grad" in reached and not skipped)
+        self._confirm(first, outcome or self._replay(first, is_fatal=is_fatal))
         return True
+
+    def _see_in_full(self, first: Row, *, is_fatal: bool) -> Outcome:
+        """Replay a step that was only watched, and give it the rows that it would have left."""
+        self._watch.look_at_weights()
+        outcome = self._replay(first, is_fatal=is_fatal)
+        if outcome.seen:
+            is_reduced = any(run.kept.reducer is not None for run in outcome.seen)
+            fill_in(self._session.rows, outcome.seen, is_reduced=is_reduced)
+        return outcome
 
     def _say(self, alarm: Alarm) -> None:
         self._event("incident", alarm.text)
@@ -169,7 +191,8 @@ class Watchman:
         return [
             row
             for row in rows
-            if row.source is None and row.measure is not None and not (row.pending or row.measure.finite)
+            if row.tensor != "grad_norm" and row.source is None and row.measure is not None
+            if not (row.pending or row.measure.finite)
         ]
 
     def _bad_rows_here(self) -> list[Row]:
@@ -191,16 +214,17 @@ class Watchman:
             said = self._capsule.incident(self._keeper.calls, first, rows)
             self._notes += [] if said is None else [said]
 
-    def _confirm(self, first: Row, *, is_fatal: bool) -> None:
-        outcome = self._replay(first, is_fatal=is_fatal)
+    def _confirm(self, first: Row, outcome: Outcome) -> None:
         said = outcome.confirmation
         if self._lasting and said.status == "not_replayed":
             return  # nothing new: what the incident began with has been written
-        in_loss = self._loss()
+        in_loss = self._loss.finding()
         for birth in [*in_loss.births, *outcome.births]:
             self._write(birth, first.micro_step)
-        if in_loss.reason is not None and not outcome.births:
-            said = replace(said, reason="; ".join(filter(None, (said.reason, in_loss.reason))))
+        if not outcome.births:
+            said = replace(
+                said, reason="; ".join(filter(None, (said.reason, in_loss.reason, self._unseen(first)))) or None
+            )
         self._event("replay", replace(said, term=in_loss.term, place=in_loss.place).to_json())
 
     def _replay(self, first: Row, *, is_fatal: bool) -> Outcome:
@@ -210,9 +234,9 @@ class Watchman:
             reason = "replays were switched off"
         elif _came_in(first):
             reason = "the gradients were finite when they arrived: another rank's came in, or the script changed them"
-        elif self._weights_were_bad:
+        elif self._weights_were_bad or self._watch.weights_are_bad:
             reason = "the weights were not finite any more"
-        elif key in self._made:
+        elif key in self._made and not self._watch.is_on:  # of a watched step the boundary is not known before
             reason = f"the same boundary was replayed at step {self._made[key]}"
         elif left <= 0:
             reason = f"{len(self._made)} of {self._replays} replays were used by then"
@@ -224,6 +248,15 @@ class Watchman:
                 self._made[key] = self._session.clock.likely_step
             return outcome
         return Outcome(Confirmation("not_replayed", reason))
+
+    def _unseen(self, first: Row) -> str | None:
+        """Say where the loss code is, if it may have made the value and none of its lines were noted."""
+        calls = self._keeper.calls
+        may_be_loss_code = first.tensor in ("loss", "grad_output", "grad") and not self._watch.weights_are_bad
+        if not (self._watch.is_on and may_be_loss_code and calls):
+            return None
+        span = self._loss.span(calls[-1].lines)
+        return span and f"this step was only watched, so the lines of its loss code, {span}, were not told apart"
 
     def _write(self, birth: Birth, micro: int) -> None:
         rows = self._session.rows

@@ -6,6 +6,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
 from gradtrace.capture.statistics import Measure
 
 
@@ -48,3 +51,8 @@ def any_difference(recorded: Iterable[Seen], replayed: Iterable[Seen], *, all_of
     then, now = Counter(recorded), Counter(replayed)
     different = list((then - now) + (now - then)) if all_of_it else list(then - now)
     return different[0].place if different else None
+
+
+def same_number(one: Tensor, other: Tensor) -> bool:
+    """Whether two sums are the same number; NaN is NaN."""
+    return bool(torch.equal(one, other)) or bool(one.isnan() and other.isnan())

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from gradtrace.capture.boundaries import tensors_in_arguments
+from gradtrace.capture.boundaries import is_computed, tensors_in_arguments
 from gradtrace.capture.names import ModuleEntry, Root, walk
 from gradtrace.capture.operations.frames import RUNNER, is_users, line_of
 from gradtrace.capture.replay.rng import Rng
@@ -81,6 +81,10 @@ class Kept:
     rows_to: int = 0
     rows: list[Row] | None = None
     """What the call has left, where it is written already."""
+    totals: dict[str, Tensor] | None = None
+    """In a step that is only watched, the sums of the outputs: by them a replay is known to be the same."""
+    computed: frozenset[str] = frozenset()
+    """The paths of the arguments that were computed with a graph."""
     backward_from: int = 0
     cut_off: bool = False
     thread: int = field(default_factory=threading.get_ident)
@@ -196,6 +200,7 @@ class Keeper:
                 module.__dict__.get("forward"),
                 callers(),
                 _active_reducer(),
+                computed=frozenset(path for path, value in tensors_in_arguments(args, kwargs) if is_computed(value)),
             )
         self._calls.append(kept)
         self._on_kept(kept)

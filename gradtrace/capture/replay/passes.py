@@ -32,6 +32,11 @@ class Passes:
         if self._watchman.is_suspicious and not (self._is_scaled or goes_on()):
             self._watchman.look()
 
+    @property
+    def in_incident(self) -> bool:
+        """Whether an incident was noticed in the step in flight."""
+        return self._watchman.in_incident
+
     def loss_scaled(self) -> None:
         """A GradScaler has scaled the loss: whether what comes matters is known when it steps or skips."""
         self._is_scaled = True
@@ -61,20 +66,23 @@ class Passes:
         self._is_scaled = False
         self._look(skipped=skipped)
 
-    def step_ends(self) -> None:
-        """The rows of the step are about to be written."""
+    def step_ends(self) -> bool:
+        """The rows of the step are about to be written; return whether an incident was noticed in it."""
         self._is_scaled = False
         self._look()
+        in_incident = self._watchman.in_incident
         self._keeper.step_ends(self._rows)
         self._watchman.step_ended()
         self._forget()
+        return in_incident
 
-    def part_ends(self) -> None:
-        """Rows that belong to the step before are about to be written."""
+    def part_ends(self) -> bool:
+        """Rows that belong to the step before are about to be written; return as ``step_ends`` does."""
         self._look()
         self._keeper.step_ends(self._rows)
         self._watchman.part_ended()
         self._forget()
+        return self._watchman.in_incident
 
     def _forget(self) -> None:
         self._loss.step_ended()

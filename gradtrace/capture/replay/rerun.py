@@ -9,6 +9,7 @@ when to replay that of ``alarm.py``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,12 +27,12 @@ from gradtrace.capture.calls import Calls, Frame
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call, Observer
-from gradtrace.capture.names import ModuleEntry
+from gradtrace.capture.names import ModuleEntry, TensorEntry
 from gradtrace.capture.operations.births import Birth
 from gradtrace.capture.operations.guards import Guard, Memory, Refused
 from gradtrace.capture.operations.nodes import AnomalySays, BackwardNodes, anomaly_says
 from gradtrace.capture.operations.operators import ForwardOps
-from gradtrace.capture.replay.comparison import Seen, any_difference, first_difference
+from gradtrace.capture.replay.comparison import Seen, any_difference, first_difference, same_number
 from gradtrace.capture.replay.kept import Keeper, Kept, callers, lines_of
 from gradtrace.capture.replay.undo import swapped_buffers, undone
 from gradtrace.capture.rows import Row, RowBuffer
@@ -48,6 +49,17 @@ class Outcome:
     births: list[Birth] = field(default_factory=list)
     ran: bool = True
     """Whether anything was run again."""
+    seen: list[Rerun] = field(default_factory=list)
+    """What the calls have left the second time, where all came out the same."""
+
+
+@dataclass
+class Rerun:
+    """The rows of one call that was run again."""
+
+    kept: Kept
+    forward: list[Row]
+    backward: list[Row] = field(default_factory=list)
 
 
 class Replayer:
@@ -81,7 +93,8 @@ class Replayer:
         except Exception as error:
             words = f"{type(error).__name__}: {error}".splitlines()[0]
             return Outcome(Confirmation("not_replayed", f"running it again failed: {words}"), stage.births)
-        return Outcome(stage.confirmation(), stage.births)
+        said = stage.confirmation()
+        return Outcome(said, stage.births, seen=stage.seen if said.status == "reproduced" else [])
 
 
 def _obstacle(kept: Sequence[Kept], dropped: int) -> str | None:
@@ -115,6 +128,7 @@ class _Stage:
         self._ops: ForwardOps | None = None
         self._ranges: list[tuple[int, int, ModuleEntry, int]] = []
         self._forward: list[Birth] = []
+        self.seen: list[Rerun] = []
         self._difference: str | None = None
         self._anomaly: AnomalySays | None = None
         self._backward_from: int | None = None
@@ -152,8 +166,11 @@ class _Stage:
             outputs = self._run_forward(kept, memory)
             self._resolve()
             seen = _of(kept, self._session.rows.between(start))
-            self._difference = self._difference or first_difference(_forward(recorded), _forward(seen))
+            self.seen.append(Rerun(kept, seen))
+            self._difference = self._difference or self._difference_in_forward(kept, recorded, seen, outputs)
+            start = self._session.rows.position
             self._run_backward(kept, memory, outputs)
+            self.seen[-1].backward = self._session.rows.between(start)
         if memory.refusal is not None:  # also where the model's own code has swallowed it
             raise memory.refusal
 
@@ -172,6 +189,17 @@ class _Stage:
             _below(kept.lines, ops.births)
             self._forward += ops.births
         return tensors_in_result(result)
+
+    def _difference_in_forward(
+        self, kept: Kept, recorded: Sequence[Row], seen: Sequence[Row], outputs: Found
+    ) -> str | None:
+        if kept.totals is None:
+            return first_difference(_forward(recorded), _forward(seen))
+        for path, value in outputs:
+            total = kept.totals.get(path)
+            if total is not None and not same_number(total, self._session.statistics.total(value)):
+                return f"output {path} of {kept.entry.name or 'the root'}"
+        return None
 
     def _count_like(self, recorded: Sequence[Row]) -> None:
         """Give the calls the numbers that they had."""
@@ -194,6 +222,10 @@ class _Stage:
             self._ops.leaves(frame.entry, frame.call, outputs)
         self._graph.call_returns(frame, outermost, outputs)
 
+    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
+        """Pass on: a replay captures everything, so this is never called."""
+        self._graph.watched_call_returns(frame, outputs)
+
     def outermost_ended(self) -> None:
         """Pass on."""
         self._graph.outermost_ended()
@@ -215,7 +247,7 @@ class _Stage:
         inputs = _differentiable(kept)
         known = len(self._nodes.births)
         with Guard(memory, _call_module.__code__), torch.enable_grad():
-            with self._nodes:
+            with self._nodes, self._gradients_recorded(kept, inputs):
                 self._nodes.watch(heads)
                 torch.autograd.grad(heads, inputs, gradients, retain_graph=True, allow_unused=True)
             self._graph.backward_ended()
@@ -227,7 +259,28 @@ class _Stage:
                 self._anomaly = _under_anomaly_detection(heads, inputs, gradients)
             self._session.capturing = True
 
+    @contextlib.contextmanager
+    def _gradients_recorded(self, kept: Kept, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Record the parameters' gradients where the step itself did not: where it was only watched."""
+        handles = []
+        record = self._session.guarded(self._record_gradient)
+        for tensor in inputs if kept.totals is not None else ():
+            entry = self._session.names.parameter(tensor)
+            if entry is not None and entry.owner.selected:
+                handles.append(tensor.register_hook(functools.partial(record, entry)))  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _record_gradient(self, entry: TensorEntry, gradient: Tensor) -> None:
+        with quiet():
+            self._session.record("backward", entry.owner, "grad", entry.name, gradient)
+
     def _difference_in_backward(self) -> str | None:
+        if any(run.kept.totals is not None for run in self.seen):
+            return None  # nothing was recorded of the way from the loss to the gradients
         replayed = _backward(self._session.rows.between(0))
         owners = {row.owner.root for row in replayed}
         recorded = _backward(self._recorded.between(self._backward_from or 0))

@@ -26,6 +26,7 @@ class Tracer:
             world_size=int(os.environ.get("WORLD_SIZE", 1)),
             end="completed",
             steps=2,
+            captured=2,
             records=34,
             incidents=0,
             last_step=1,

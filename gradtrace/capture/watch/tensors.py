@@ -1,0 +1,60 @@
+"""The parameters and buffers of the known roots, for those who ask in every step.
+
+``Names.tensors`` compares what every module holds, which costs as much as reading the gradients of a small model.
+Here the list is taken anew when a module has been named or a tensor is gone, and now and then anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor, nn
+
+from gradtrace.capture.names import Names, TensorEntry
+
+_USES = 16
+"""So many times a list is used before it is compared with the modules again."""
+
+Pairs = Sequence[tuple[TensorEntry, Tensor]]
+
+
+class WatchedTensors:
+    """Lists what is to be looked at: everything floating or complex. Holds no tensor between two questions."""
+
+    def __init__(self, names: Names) -> None:
+        self._names = names
+        self._parameters: list[TensorEntry] = []
+        self._buffers: list[TensorEntry] = []
+        self._known = -1
+        self._uses = 0
+
+    def parameters(self) -> Pairs:
+        """Return the parameters with their entries."""
+        self._uses += 1
+        if self._known != self._names.count or self._uses > _USES:
+            self.refresh()
+        pairs = _alive(self._parameters)
+        if len(pairs) < len(self._parameters):
+            self.refresh()
+            pairs = _alive(self._parameters)
+        return pairs
+
+    def buffers(self) -> Pairs:
+        """Return the buffers with their entries, as of the last look at the modules."""
+        return _alive(self._buffers)
+
+    def refresh(self) -> None:
+        """Look at the modules."""
+        measured = [entry for entry, tensor in self._names.tensors() if _is_measured(tensor)]
+        self._parameters = [entry for entry in measured if entry.kind == "param"]
+        self._buffers = [entry for entry in measured if entry.kind == "buffer"]
+        self._known = self._names.count
+        self._uses = 0
+
+
+def _alive(entries: list[TensorEntry]) -> Pairs:
+    return [(entry, tensor) for entry in entries if (tensor := entry.ref()) is not None]
+
+
+def _is_measured(tensor: Tensor) -> bool:
+    return not nn.parameter.is_lazy(tensor) and (tensor.is_floating_point() or tensor.is_complex())
