@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from gradtrace.analysis.scene import Call, Scene, call_of, is_backward, is_bad, is_forward, lies_within
 from gradtrace.analysis.verdict_model import Cause, Fate, Finding
-from gradtrace.trace.incident import looks_like_mask
+from gradtrace.trace.incident import NO_GRADIENT, looks_like_mask
 from gradtrace.trace.schema import Record
 
 _STATE = ("param", "buffer")
@@ -91,6 +91,8 @@ def _cause_outside_calls(seen: Record, scene: Scene) -> Cause:
 
 def _had_gradient(param: Record, scene: Scene) -> bool:
     """Whether the parameter had a gradient; in a step that was only watched a finite one leaves no row of its own."""
+    if param.detail == NO_GRADIENT:
+        return False
     own = (param.module, param.path)
     return any(
         row.tensor == "grad_norm" or (row.tensor == "grad" and (row.module, row.path) == own) for row in scene.rows

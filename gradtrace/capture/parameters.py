@@ -42,7 +42,8 @@ class ParameterWatch:
         self._not_written.append(root)
         with quiet():
             for entry, tensor in self._session.names.tensors():
-                if entry.owner.root is root:
+                # What has been found in a step that was only watched is no state to start with.
+                if entry.owner.root is root and not self.is_known_bad(entry):
                     self.record_state("input", entry, tensor)
 
     def look_at_state(self, owner: ModuleEntry, phase: str) -> None:
@@ -106,14 +107,15 @@ class ParameterWatch:
         others = {id(p) for other in list(self._optimizers) if other is not optimizer for p in parameters_of(other)}
         return others - {id(p) for p in parameters_of(optimizer)} if others else others
 
-    def record_state(self, phase: str, entry: TensorEntry, tensor: Tensor) -> None:
-        """Add a row for one parameter or buffer. To be called in ``quiet``."""
+    def record_state(self, phase: str, entry: TensorEntry, tensor: Tensor, detail: str | None = None) -> None:
+        """Add a row, with a remark maybe, for one parameter or buffer. To be called in ``quiet``."""
         if type(tensor) is not nn.Parameter and nn.parameter.is_lazy(tensor):
             return
         dtype = tensor.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
             return
-        measure = self._session.see_anew(entry.sites[phase], tensor)
+        site = entry.sites[phase]
+        measure = self._session.see_anew(site if detail is None else site.remarked(detail), tensor)
         if measure is not None and measure.counts is not None:
             self._known_bad.add(_state_key(entry))
         else:

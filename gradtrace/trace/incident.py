@@ -21,6 +21,9 @@ SMALLEST_LOSS_SCALE = 1.0
 DETACHED = "no gradient flows back from here"
 """What is noted of the output of a root without weights that is only looked at: a metric."""
 
+NO_GRADIENT = "it had no gradient"
+"""What is noted of a parameter that is non-finite after an update in a step that was only watched."""
+
 _FEWEST_EQUAL = 2
 """So many equal finite elements make a mask; a single one is equal to itself and proves nothing."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -50,11 +50,31 @@ class GradientWatch:
         self._vanishing: dict[TensorEntry, float] = {}
         """Norms of gradients whose squares float32 can hardly hold, as of the last exact look."""
         self._passes = 0
+        self._as_left: dict[int, int] = {}
+        """Versions of the gradients, by their ids, as the last pass has left them."""
         self._tensors = tensors
 
     def pass_ended(self) -> None:
         """A pass that accumulates gradients has ended. To be called before ``Statistics.resolve``."""
-        self.look([(entry, p.grad) for entry, p in self._tensors.parameters() if p.grad is not None])
+        gradients = [(entry, p.grad) for entry, p in self._tensors.parameters() if p.grad is not None]
+        self._as_left = {id(gradient): _version(gradient) for _, gradient in gradients}
+        self.look(gradients)
+
+    def update_begins(self, parameters: Iterable[Tensor]) -> None:
+        """An optimizer is about to step: gradients that have been changed since the pass are looked at again."""
+        names, session = self._session.names, self._session
+        with quiet():
+            for parameter in parameters:
+                gradient = parameter.grad
+                if gradient is None or self._as_left.get(id(gradient)) == _version(gradient):
+                    continue
+                entry = names.parameter(parameter)
+                if entry is None or not entry.owner.selected or not self._may_be_bad(gradient):
+                    continue
+                session.record("optimizer", entry.owner, "grad", entry.name, gradient, once=False, arrived=())
+
+    def _may_be_bad(self, gradient: Tensor) -> bool:
+        return self._session.statistics.waits(gradient) or self._session.is_finite(gradient) is False
 
     def arrived(self, measures: Sequence[Measure]) -> None:
         """Add the row with the norm of gradients that have been measured, and recorded, as they arrived."""
@@ -143,3 +163,7 @@ class GradientWatch:
     def _record(self, entry: TensorEntry, gradient: Tensor) -> None:
         detail = self._session.clock.detail
         self._session.record("backward", entry.owner, "grad", entry.name, gradient, detail=detail, once=False)
+
+
+def _version(gradient: Tensor) -> int:
+    return -1 if gradient.is_inference() else gradient._version

@@ -23,6 +23,7 @@ from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.rows import Rows
 from gradtrace.capture.session import CANNOT_MEASURE, Session, quiet
 from gradtrace.capture.watch.tensors import Pairs, WatchedTensors
+from gradtrace.trace.incident import NO_GRADIENT
 
 SHARES = 8
 """A parameter that nothing uses is looked at in one of so many steps."""
@@ -51,7 +52,8 @@ class StateWatch:
         self._begun: weakref.WeakSet[Root] = weakref.WeakSet()
         self._share = itertools.cycle(range(SHARES))
         self._updated: dict[int, int] = {}
-        """Versions of the tensors, by their ids, as the last update has left them."""
+        """Versions of the parameters, by their ids, as the last update has left them."""
+        self._without_gradient: set[int] = set()
         self._settled: dict[tuple[ModuleEntry, str], int] = {}
         """Versions of what need not be looked at again: large buffers, and masks that were infinite from the start."""
 
@@ -68,6 +70,7 @@ class StateWatch:
         """The weights have been updated: look at the buffers and at a share of the parameters."""
         parameters = self._tensors.parameters()
         self._updated = {id(tensor): _version(tensor) for _, tensor in parameters}
+        self._without_gradient = {id(tensor) for _, tensor in parameters if tensor.grad is None}
         share = next(self._share)
         first, last = (len(parameters) * n // SHARES for n in (share, share + 1))
         again = [pair for pair in (*parameters[:first], *parameters[last:]) if self._states.is_known_bad(pair[0])]
@@ -124,8 +127,7 @@ class StateWatch:
             if step != self._session.clock.step:  # an accelerator's numbers come a step later
                 self._record_of_step_before(bad)
             else:
-                for entry, tensor in bad:
-                    self._states.record_state("optimizer", entry, tensor)
+                self._record_updated(bad)
         for entry, tensor in group:
             if not any(tensor is other for _, other in bad):
                 self._states.turned_finite(entry)
@@ -143,9 +145,13 @@ class StateWatch:
             return
         rows = self._session.rows
         start = rows.position
-        for entry, tensor in pairs:
-            self._states.record_state("optimizer", entry, tensor)
+        self._record_updated(pairs)
         self._of_step_before(rows.withdraw(start))
+
+    def _record_updated(self, pairs: Pairs) -> None:
+        for entry, tensor in pairs:
+            detail = NO_GRADIENT if id(tensor) in self._without_gradient else None
+            self._states.record_state("optimizer", entry, tensor, detail)
 
     def _settle(self, entry: TensorEntry, tensor: Tensor) -> None:
         if entry.kind == "buffer":
