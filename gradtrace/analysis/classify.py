@@ -94,9 +94,8 @@ def _had_gradient(param: Record, scene: Scene) -> bool:
     if param.detail == NO_GRADIENT:
         return False
     own = (param.module, param.path)
-    return any(
-        row.tensor == "grad_norm" or (row.tensor == "grad" and (row.module, row.path) == own) for row in scene.rows
-    )
+    before = (row for row in scene.rows if row.seq < param.seq)
+    return any(row.tensor == "grad_norm" or (row.tensor == "grad" and (row.module, row.path) == own) for row in before)
 
 
 def _made_by_learning_rate(seen: Record, scene: Scene) -> Finding:
