@@ -170,22 +170,28 @@ class _Page:
 def fetch(numbers: Sequence[Row | Tensor]) -> list[list[float]]:
     """Bring the numbers of tensors of one device to the host: one copy, and one wait for it.
 
-    Each is nan, posinf, neginf, min, max and norm; of a ``Tensor`` they are its six elements. A tensor without
-    a finite element has min = +Inf and max = -Inf.
+    Those of a ``Row`` are nan, posinf, neginf, min, max and norm: a tensor without a finite element has min = +Inf
+    and max = -Inf. Those of a ``Tensor``, of one dimension, are its elements.
     """
     starts: dict[int, int] = {}
     parts: list[Tensor] = []
     length = 0
-    for page in {id(n.page): n.page for n in numbers if isinstance(n, Row)}.values():
-        starts[id(page)] = length
-        parts.append(page.written())
-        length += parts[-1].shape[0]
-    others = [n for n in numbers if not isinstance(n, Row)]
-    if others:
-        parts.append(torch.stack(others))
-    rows = _on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
-    rest = iter(rows[length:])
-    return [_with_norm(rows[starts[id(n.page)] + n.place]) if isinstance(n, Row) else next(rest) for n in numbers]
+    for number in numbers:
+        source = number.page if isinstance(number, Row) else number
+        if id(source) not in starts:
+            starts[id(source)] = length
+            parts.append(source.written().reshape(-1) if isinstance(source, _Page) else source)
+            length += len(parts[-1])
+    values = _on_host(parts[0] if len(parts) == 1 else torch.cat(parts))
+    found = []
+    for number in numbers:
+        if isinstance(number, Row):
+            start = starts[id(number.page)] + 6 * number.place
+            found.append(_with_norm(values[start : start + 6]))
+        else:
+            start = starts[id(number)]
+            found.append(values[start : start + len(number)])
+    return found
 
 
 def is_dense(values: Tensor) -> bool:
@@ -201,12 +207,12 @@ def is_dense(values: Tensor) -> bool:
     return True
 
 
-def _on_host(rows: Tensor) -> list[list[float]]:
-    if rows.is_cuda:
-        there, rows = rows, torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-        rows.copy_(there, non_blocking=True)
+def _on_host(values: Tensor) -> list[float]:
+    if values.is_cuda:
+        there, values = values, torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+        values.copy_(there, non_blocking=True)
         torch.cuda.current_stream(there.device).synchronize()
-    numbers: list[list[float]] = rows.tolist()
+    numbers: list[float] = values.tolist()
     return numbers
 
 

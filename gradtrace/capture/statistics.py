@@ -8,7 +8,6 @@ these modules look at the values of tensors.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import threading
 import weakref
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.capture import on_device, on_host
+from gradtrace.capture.fused import FusedBuffer, Row, fetch
 from gradtrace.capture.measures import Kind, Measure
 from gradtrace.capture.readable import INTEGER_TYPES, Unmeasurable, values_of
 
@@ -31,16 +31,20 @@ _PLAIN_CLASSES = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _reference = weakref.ref
 
-_Pending = tuple[Tensor, Callable[[list[float]], None]]
+_Pending = tuple[Row | Tensor, Callable[[list[float]], None]]
 """Numbers that are still on a device, as a vector, and who is to be told of them."""
 
 
 class Statistics:
     """Measures tensors, each only once while it lives and is not changed."""
 
-    def __init__(self, *, on_device: bool | None = None) -> None:
-        """``on_device`` forces the accelerator's way (True) or the CPU's way (False) for every tensor."""
+    def __init__(self, *, on_device: bool | None = None, fused: FusedBuffer | None = None) -> None:
+        """``on_device`` forces the accelerator's way (True) or the CPU's way (False) for every tensor.
+
+        ``fused`` launches the kernel that takes an accelerator's numbers where it can; by default one of its own.
+        """
         self._on_device = on_device
+        self._fused = FusedBuffer() if fused is None else fused
         self._lock = threading.RLock()
         self._seen: dict[int, tuple[weakref.ref[Tensor], int, Measure]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
@@ -50,7 +54,7 @@ class Statistics:
 
     def anew(self) -> Statistics:
         """Return one that measures in the same way and has seen nothing yet."""
-        return Statistics(on_device=self._on_device)
+        return Statistics(on_device=self._on_device, fused=self._fused)
 
     def measure_once(self, tensor: Tensor) -> Measure:
         """Return the measure of ``tensor``, taken anew only if it has not been seen in its present version.
@@ -100,7 +104,11 @@ class Statistics:
             return measure
         is_integer = values.dtype in INTEGER_TYPES
         if self.waits(values):
-            numbers = on_device.extremes_of(values) if is_integer else on_device.numbers_of(values)
+            numbers: Row | Tensor
+            if is_integer:
+                numbers = on_device.extremes_of(values)
+            else:
+                numbers = self._fused.row_for(values) or on_device.numbers_of(values)
             measure.pending = True
             self._pending.append((numbers, functools.partial(self._fill, measure)))
         elif is_integer:
@@ -207,10 +215,11 @@ class Statistics:
         by_device: dict[torch.device, list[_Pending]] = defaultdict(list)
         for pending in self._taken():
             by_device[pending[0].device].append(pending)
+        self._fused.turn()
         for group in by_device.values():
-            values = iter(torch.cat([numbers for numbers, _ in group]).tolist())
-            for numbers, then in group:
-                then(list(itertools.islice(values, len(numbers))))
+            found = fetch([numbers for numbers, _ in group])
+            for (_, then), values in zip(group, found, strict=True):
+                then(values)
 
     def _fill(self, measure: Measure, numbers: list[float]) -> None:
         on_device.fill_from_row(measure, numbers)

@@ -28,7 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gradtrace.capture import fused
 from gradtrace.capture.fused import FusedBuffer, Row, fetch
-from gradtrace.capture.statistics import Statistics, _device_numbers
+from gradtrace.capture.on_device import numbers_of as device_numbers
+from gradtrace.capture.statistics import Statistics
 from gradtrace.errors import GradtraceWarning
 
 NAN, INF = math.nan, math.inf
@@ -141,6 +142,18 @@ ORDERS = [[0, 1, 2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2, 1, 0], [3, 0, 6, 1, 7, 2,
 """In which blocks are read, and so in which their sums are added up."""
 
 
+def mixed() -> dict[str, Tensor]:
+    """Tensors that go either way, resolved together."""
+    return other_tensors() | {pattern: make(torch.float32, 9) for pattern, make in PATTERNS.items()}
+
+
+def measured(statistics: Statistics) -> dict[str, list[Any]]:
+    with torch.no_grad():
+        measures = {name: statistics.measure(tensor) for name, tensor in mixed().items()}
+        statistics.resolve()
+    return {name: [m.nan, m.posinf, m.neginf, m.min, m.max, m.norm] for name, m in measures.items()}
+
+
 class Counting:
     """Launches ``kernel`` and notes the grids."""
 
@@ -178,8 +191,23 @@ def main() -> None:
     few = [numbers_of(buffer, large(dtype)) for dtype in SIZES]
     few_grids = kernel.grids[-3:]
     refused = [name for name, tensor in other_tensors().items() if buffer.row_for(tensor) is None]
+    launched = len(kernel.grids)
+    together = measured(Statistics(on_device=True, fused=buffer))
+    launched = len(kernel.grids) - launched
     answer = {"numbers": dict(zip(cases, numbers, strict=True)), "grids": grids, "notes": notes}
-    print(json.dumps(answer | {"orders": orders, "few": few, "few_grids": few_grids, "refused": refused}))
+    print(
+        json.dumps(
+            answer
+            | {
+                "orders": orders,
+                "few": few,
+                "few_grids": few_grids,
+                "refused": refused,
+                "together": together,
+                "launched": launched,
+            }
+        )
+    )
 
 
 def run(program: str | Path, *, interpreted: bool, cache: Path) -> Any:
@@ -270,6 +298,15 @@ def test_what_the_kernel_cannot_read_goes_the_other_way(interpreted: Any) -> Non
     assert interpreted["refused"] == list(other_tensors())
 
 
+def test_statistics_take_the_kernel_where_they_can_and_say_the_same_as_on_the_cpu(interpreted: Any) -> None:
+    cpu = measured(Statistics(on_device=False))
+    assert interpreted["launched"] == len(PATTERNS) + 1  # and the eight bits, which are widened first
+    assert interpreted["together"].keys() == cpu.keys()
+    for name, numbers in interpreted["together"].items():
+        assert numbers[:5] == cpu[name][:5], name
+        assert numbers[5] == (None if cpu[name][5] is None else pytest.approx(cpu[name][5], rel=1e-5, abs=0)), name
+
+
 COMPILE = """
 import json, sys, triton
 from triton.backends.compiler import GPUTarget
@@ -318,7 +355,7 @@ class Kernel:
         if self.launches >= self.broken_from:
             raise RuntimeError("no compiler\nmore of it")
         assert numel == values.numel() and rows[row].tolist() == [0, 0, 0, INF, -INF, 0]
-        rows[row] = _device_numbers(values)
+        rows[row] = device_numbers(values)
         rows[row, 5] **= 2
 
 
