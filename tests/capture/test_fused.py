@@ -467,9 +467,9 @@ def test_a_tensor_costs_one_launch_and_no_operation_and_a_step_one_copy(
         rows = [row for row in map(buffer.row_for, tensors) if row is not None]
     assert (len(rows), kernel.launches - before, operations.seen) == (3, 3, [])
     copies: list[Tensor] = []
-    monkeypatch.setattr(fused, "_on_host", lambda rows: copies.append(rows) or rows.tolist())
+    monkeypatch.setattr(fused, "_on_host", lambda values: copies.append(values) or values.tolist())
     fetch([*rows, torch.zeros(6, dtype=torch.float64)])
-    assert [tuple(rows.shape) for rows in copies] == [(4 + 1, 6)]
+    assert [tuple(values.shape) for values in copies] == [((4 + 1) * 6,)]
 
 
 # The part that only a CUDA device has, with stand-ins for its streams -----------------------------------------
