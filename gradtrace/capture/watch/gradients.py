@@ -21,6 +21,8 @@ from gradtrace.capture.watch.tensors import Pairs, WatchedTensors
 
 _SMALLEST = 1e-15
 """A norm below this says that squares have gone below what float32 holds with full precision, where it is slow."""
+_GROWN = 1e-9
+"""A sum beyond this says that a gradient does not vanish any more; of a million elements it may still be below."""
 _LOOKS = 32
 """A gradient that vanishes is looked at closely in one of so many passes."""
 
@@ -141,7 +143,7 @@ class GradientWatch:
 
     def _judge_totals(self, group: Pairs, norm: _Norm, totals: Sequence[float]) -> None:
         """Take the sums of gradients that vanished when they were last looked at closely."""
-        if all(-_SMALLEST < total < _SMALLEST for total in totals):
+        if all(-_GROWN < total < _GROWN for total in totals):
             norm.add([self._vanishing[entry] for entry, _ in group])
         else:
             self._vanishing.clear()
