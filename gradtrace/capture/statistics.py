@@ -160,7 +160,7 @@ class Statistics:
         Raises:
             Unmeasurable: see ``measure``.
         """
-        return values_of(tensor).sum()
+        return (tensor if _is_plain(tensor) else values_of(tensor)).sum()
 
     def totals(self, tensors: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
         """Call ``then`` with the sums of ``tensors``, as ``norms`` does with their norms.
@@ -178,7 +178,7 @@ class Statistics:
         Raises:
             Unmeasurable: see ``measure``.
         """
-        self._tell(torch._foreach_norm([values_of(tensor) for tensor in tensors]), then)
+        self._tell(torch._foreach_norm([t if _is_plain(t) else values_of(t) for t in tensors]), then)
 
     def _tell(self, scalars: Sequence[Tensor], then: Callable[[list[float]], None]) -> None:
         numbers = torch.stack(tuple(scalars))
@@ -236,3 +236,9 @@ class Statistics:
     def forget(self) -> None:
         """Drop what was remembered of tensors, so that memory does not grow from step to step."""
         self._seen.clear()
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's own values are to be looked at, as those of nearly all are."""
+    is_dense = type(tensor) in _PLAIN_CLASSES and tensor.layout is _STRIDED and not tensor.is_nested
+    return is_dense and tensor.dtype in _QUICK_TYPES and tensor.device.type != "meta"

@@ -15,7 +15,7 @@ from gradtrace.capture.calls import _inside_backward
 from gradtrace.capture.clock import Belongs
 from gradtrace.capture.log import StepLog
 from gradtrace.capture.names import ModuleEntry
-from gradtrace.capture.parameters import ParameterWatch, parameters_of
+from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.replay.passes import Passes
 from gradtrace.capture.rows import Rows
 from gradtrace.capture.session import Session, quiet
@@ -133,7 +133,7 @@ class Steps:
         """An optimizer is about to step, or has been skipped."""
         self._parameters.optimizer_begins(optimizer)
         if not skipped:
-            self._watch.update_begins(parameters_of(optimizer))
+            self._watch.update_begins()
         if not skipped and not _inside_backward():
             self._passes.optimizer_begins()
 

@@ -344,24 +344,27 @@ def test_a_step_that_comes_out_otherwise_is_not_filled_in(tmp_path: Path) -> Non
 
 def test_several_outputs_of_which_one_is_made_of_another(tmp_path: Path) -> None:
     class Two(nn.Module):
+        """Uses its first output for the second: what comes back from there is no gradient from outside."""
+
         def __init__(self) -> None:
             super().__init__()
             self.layer = nn.Linear(3, 2)
 
         def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
             logits = self.layer(x)
-            return logits, (logits * 0).sqrt().sum()
+            return logits, logits.square().sum() + (self.layer.bias * 0).sqrt().sum()
 
     def train() -> None:
         torch.manual_seed(0)
         logits, loss = Two()(torch.randn(4, 3))
-        (loss + logits.sum()).backward()
+        (loss + 3 * logits.sum()).backward()
 
     with pytest.warns(match="not finite"):
         whole = record(None, tmp_path, train)
     with pytest.warns(match="not finite"):
         watched = record(None, tmp_path, train, mode="watch", triggers=AT_ONCE)
     assert boundaries(watched, 0) == boundaries(whole, 0)
+    assert watched.only(tensor="grad_output", module="", path="0")["max"] == 3.0
 
 
 def test_the_lines_between_the_model_and_backward_are_named_when_none_was_noted(tmp_path: Path) -> None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +16,7 @@ from torch import Tensor
 from gradtrace.capture.names import TensorEntry
 from gradtrace.capture.session import CANNOT_MEASURE, Session, quiet
 from gradtrace.capture.statistics import Measure
-from gradtrace.capture.watch.tensors import Pairs, WatchedTensors
+from gradtrace.capture.watch.tensors import Pairs, WatchedTensors, by_device, versions
 
 _SMALLEST = 1e-15
 """A norm below this says that squares have gone below what float32 holds with full precision, where it is slow."""
@@ -52,28 +51,31 @@ class GradientWatch:
         self._vanishing: dict[TensorEntry, float] = {}
         """Norms of gradients whose squares float32 can hardly hold, as of the last exact look."""
         self._passes = 0
-        self._as_left: dict[int, int] = {}
-        """Versions of the gradients, by their ids, as the last pass has left them."""
+        self._as_left: list[tuple[int, int]] = []
+        """Ids and versions of the gradients, as the last pass has left them."""
         self._tensors = tensors
 
     def pass_ended(self) -> None:
         """A pass that accumulates gradients has ended. To be called before ``Statistics.resolve``."""
-        gradients = [(entry, p.grad) for entry, p in self._tensors.parameters() if p.grad is not None]
-        self._as_left = {id(gradient): _version(gradient) for _, gradient in gradients}
+        gradients = self._gradients()
+        self._as_left = _states(gradients)
         self.look(gradients)
 
-    def update_begins(self, parameters: Iterable[Tensor]) -> None:
+    def update_begins(self) -> None:
         """An optimizer is about to step: gradients that have been changed since the pass are looked at again."""
-        names, session = self._session.names, self._session
+        gradients = self._gradients()
+        states = _states(gradients)
+        if states == self._as_left:
+            return
+        known = set(self._as_left)
+        self._as_left = states
         with quiet():
-            for parameter in parameters:
-                gradient = parameter.grad
-                if gradient is None or self._as_left.get(id(gradient)) == _version(gradient):
-                    continue
-                entry = names.parameter(parameter)
-                if entry is None or not entry.owner.selected or not self._may_be_bad(gradient):
-                    continue
-                session.record("optimizer", entry.owner, "grad", entry.name, gradient, once=False, arrived=())
+            for (entry, gradient), state in zip(gradients, states, strict=True):
+                if state not in known and self._may_be_bad(gradient):
+                    self._record("optimizer", entry, gradient)
+
+    def _gradients(self) -> Pairs:
+        return [(entry, gradient) for entry, p in self._tensors.parameters() if (gradient := p.grad) is not None]
 
     def _may_be_bad(self, gradient: Tensor) -> bool:
         return self._session.statistics.waits(gradient) or self._session.is_finite(gradient) is False
@@ -87,9 +89,7 @@ class GradientWatch:
 
     def look(self, gradients: Pairs) -> None:
         """Add a row with the norm of ``gradients``, and one for each that is not finite."""
-        groups: dict[torch.device, list[tuple[TensorEntry, Tensor]]] = defaultdict(list)
-        for entry, gradient in gradients:
-            groups[gradient.device].append((entry, gradient))
+        groups = by_device(gradients)
         if not groups:
             return
         norm = _Norm(Measure.of_number(0.0), len(groups))
@@ -136,7 +136,7 @@ class GradientWatch:
         with quiet():
             bad = [pair for pair, value in zip(group, norms, strict=True) if self._is_bad(pair[1], value)]
             for entry, gradient in bad:
-                self._record(entry, gradient)
+                self._record("backward", entry, gradient)
             if not bad:
                 norms = [self._exact(*pair, value) for pair, value in zip(group, norms, strict=True)]
         norm.add(norms)
@@ -162,10 +162,12 @@ class GradientWatch:
             self._vanishing[entry] = exact = 0.0 if math.isnan(exact) else exact
         return exact
 
-    def _record(self, entry: TensorEntry, gradient: Tensor) -> None:
-        detail = self._session.clock.detail
-        self._session.record("backward", entry.owner, "grad", entry.name, gradient, detail=detail, once=False)
+    def _record(self, phase: str, entry: TensorEntry, gradient: Tensor) -> None:
+        """Add the row of a gradient that is not finite, or on an accelerator may not be."""
+        detail = self._session.clock.detail if phase == "backward" else None
+        self._session.record(phase, entry.owner, "grad", entry.name, gradient, detail=detail, once=False, arrived=())
 
 
-def _version(gradient: Tensor) -> int:
-    return -1 if gradient.is_inference() else gradient._version
+def _states(gradients: Pairs) -> list[tuple[int, int]]:
+    tensors = [gradient for _, gradient in gradients]
+    return list(zip(map(id, tensors), versions(tensors), strict=True))

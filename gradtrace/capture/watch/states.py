@@ -12,17 +12,15 @@ import functools
 import itertools
 import math
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from gradtrace.capture.names import ModuleEntry, Root, TensorEntry
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.rows import Rows
 from gradtrace.capture.session import CANNOT_MEASURE, Session, quiet
-from gradtrace.capture.watch.tensors import Pairs, WatchedTensors
+from gradtrace.capture.watch.tensors import Pairs, WatchedTensors, by_device, versions
 from gradtrace.trace.incident import NO_GRADIENT
 
 SHARES = 8
@@ -69,7 +67,8 @@ class StateWatch:
     def updated(self) -> None:
         """The weights have been updated: look at the buffers and at a share of the parameters."""
         parameters = self._tensors.parameters()
-        self._updated = {id(tensor): _version(tensor) for _, tensor in parameters}
+        tensors = [tensor for _, tensor in parameters]
+        self._updated = dict(zip(map(id, tensors), versions(tensors), strict=True))
         self._without_gradient = {id(tensor) for _, tensor in parameters if tensor.grad is None}
         share = next(self._share)
         first, last = (len(parameters) * n // SHARES for n in (share, share + 1))
@@ -98,11 +97,8 @@ class StateWatch:
 
     def _look(self, pairs: Pairs, judge: Callable[[Pairs, Pairs], None]) -> None:
         """Have ``judge`` called with what was looked at and with those that are not finite, maybe later."""
-        groups: dict[torch.device, list[tuple[TensorEntry, Tensor]]] = defaultdict(list)
-        for entry, tensor in pairs:
-            groups[tensor.device].append((entry, tensor))
         with quiet():
-            for group in groups.values():
+            for group in by_device(pairs).values():
                 then = functools.partial(self._sift, group, judge)
                 try:
                     self._session.statistics.norms([tensor for _, tensor in group], then)
@@ -162,4 +158,4 @@ class StateWatch:
 
 
 def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
+    return versions([tensor])[0]

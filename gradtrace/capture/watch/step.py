@@ -81,10 +81,10 @@ class StepWatch:
         known = [(entry, gradient) for tensor, gradient in gradients if (entry := names.parameter(tensor)) is not None]
         self._gradients.look([(entry, gradient) for entry, gradient in known if entry.owner.selected])
 
-    def update_begins(self, parameters: Iterable[Tensor]) -> None:
-        """An optimizer is about to update these parameters."""
+    def update_begins(self) -> None:
+        """An optimizer is about to update its parameters."""
         if self.is_on:
-            self._gradients.update_begins(parameters)
+            self._gradients.update_begins()
 
     def updated(self) -> None:
         """The weights have been updated."""

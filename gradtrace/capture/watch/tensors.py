@@ -6,8 +6,9 @@ Here the list is taken anew when a module has been named or a tensor is gone, an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor, nn
 
 from gradtrace.capture.names import Names, TensorEntry
@@ -50,6 +51,22 @@ class WatchedTensors:
         self._buffers = [entry for entry in measured if entry.kind == "buffer"]
         self._known = self._names.count
         self._uses = 0
+
+
+def by_device(pairs: Pairs) -> dict[torch.device, list[tuple[TensorEntry, Tensor]]]:
+    """Return tensors and their entries apart by device, in order."""
+    groups: dict[torch.device, list[tuple[TensorEntry, Tensor]]] = {}
+    for pair in pairs:
+        groups.setdefault(pair[1].device, []).append(pair)
+    return groups
+
+
+def versions(tensors: Iterable[Tensor]) -> list[int]:
+    """Return the versions of tensors; an inference tensor has none, and none changes."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _alive(entries: list[TensorEntry]) -> Pairs:
