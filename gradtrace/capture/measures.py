@@ -71,6 +71,7 @@ class Measure:
             self.min = self.max = value
             self.norm = abs(value)
         else:
+            self.min = self.max = self.norm = None
             self.counts = int(value != value), int(value > 0), int(value < 0)
 
     def count(self, nan: int, posinf: int, neginf: int) -> None:

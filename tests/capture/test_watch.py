@@ -364,7 +364,7 @@ def test_several_outputs_of_which_one_is_made_of_another(tmp_path: Path) -> None
     with pytest.warns(match="not finite"):
         watched = record(None, tmp_path, train, mode="watch", triggers=AT_ONCE)
     assert boundaries(watched, 0) == boundaries(whole, 0)
-    assert watched.only(tensor="grad_output", module="", path="0")["max"] == 3.0
+    assert watched.only(phase="backward", tensor="grad_output", module="", path="0")["max"] == 3.0
 
 
 def test_the_lines_between_the_model_and_backward_are_named_when_none_was_noted(tmp_path: Path) -> None:
@@ -412,6 +412,8 @@ def test_gradients_that_autograd_grad_returns_are_looked_at(tmp_path: Path) -> N
     norms = [row["norm"] for row in recorded.where(tensor="grad_norm")]
     assert norms[0] == pytest.approx(math.sqrt(6 * 16 + 2 * 16), rel=1e-6)
     assert {row["path"] for row in recorded.where(tensor="grad")} == {"weight", "bias"}
+    last = recorded.where(tensor="grad_norm")[1]
+    assert (last["min"], last["max"], last["norm"], last["posinf_count"]) == (None, None, None, 1)
 
 
 def test_an_optimizer_that_steps_inside_of_backward_hides_nothing(tmp_path: Path) -> None:
