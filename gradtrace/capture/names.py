@@ -144,7 +144,7 @@ def _contents(modules: list[nn.Module]) -> list[Any]:
     for number, module in enumerate(modules):
         for part in (module._parameters, module._modules, module._buffers):
             if part:
-                contents += part
+                contents += part.keys()
                 contents += map(id, part.values())
         contents.append(number)
         # Of buffers only floating ones are listed: one that is not could be followed by one that is, at its place.
@@ -178,6 +178,7 @@ class Names:
 
     def add_root(self, module: nn.Module, label: str) -> Root:
         """Name ``module`` and everything below it. ``label`` is made unique among the roots."""
+        self._forget_the_dead()
         taken = {root.label for root in self.roots}
         unique = next(
             name for name in (label, *(f"{label}_{n}" for n in range(2, len(taken) + 3))) if name not in taken
@@ -197,10 +198,17 @@ class Names:
         for root in self.roots:
             if root.ref() is None and root.kind is type(module) and root.wanted == label:
                 root.ref = weakref.ref(module)
-                self._parameters = {k: e for k, e in list(self._parameters.items()) if e.ref() is not None}
+                self._forget_the_dead()
                 self.refresh(root)
                 return True
         return False
+
+    def _forget_the_dead(self) -> None:
+        """Let go of what is of no use once a module or parameter is gone: a run may train many models in a row."""
+        self._parameters = {k: e for k, e in list(self._parameters.items()) if e.ref() is not None}
+        for entry in self._history:
+            if entry.ref() is None:
+                entry.sites.clear()
 
     def refresh(self, root: Root) -> None:
         """Name what has been added below ``root`` since it was named."""

@@ -23,6 +23,13 @@ _LARGEST_COPY = 4_000_000
 _LARGEST_POWER = 126
 """Scaling by a power of two up to this one is exact in float32."""
 
+_BLOCKS_FROM = 2**18
+_BLOCK = 2**18
+"""Number of elements that a thread reads at a time: a megabyte, which stays in its part of the cache."""
+
+_amin = torch.amin
+_amax = torch.amax
+_threads = torch.get_num_threads
 _aminmax = torch.aminmax
 _dot = torch.dot
 _vector_norm = torch._C._linalg.linalg_vector_norm  # type: ignore[attr-defined]
@@ -35,20 +42,41 @@ def fill(measure: Measure, values: Tensor) -> None:
     """Fill in the numbers of ``values``, of a floating type and not empty."""
     if not values.is_contiguous():
         values = in_memory_order(values)
-    low_tensor, high_tensor = _aminmax(values)
-    low, high = low_tensor.item(), high_tensor.item()
+    if measure.kind.numel >= _BLOCKS_FROM and values.dtype is _SINGLE and values.is_contiguous():
+        low, high, squares = _read_in_blocks(values)
+    else:
+        low_tensor, high_tensor = _aminmax(values)
+        low, high, squares = low_tensor.item(), high_tensor.item(), None
     if not (low > -_INFINITE and high < _INFINITE):  # or both are NaN
         _fill_nonfinite(measure, values)
         return
     measure.min = low
     measure.max = high
     largest = -low if -low > high else high
-    if _SAFE_SMALLEST < largest < _SAFE_LARGEST and values.dtype is _SINGLE and values.is_contiguous():
-        # The dot product of a flat tensor with itself is twice as fast as vector_norm from 64K elements, as precise.
+    if not (_SAFE_SMALLEST < largest < _SAFE_LARGEST and values.dtype is _SINGLE and values.is_contiguous()):
+        measure.norm = _norm(values, largest)
+    elif squares is None:
+        # The dot product of a flat tensor with itself is as precise as vector_norm, and faster.
         flat = values.view(-1)
         measure.norm = _sqrt(_dot(flat, flat).item())
     else:
-        measure.norm = _norm(values, largest)
+        measure.norm = _sqrt(squares)
+
+
+def _read_in_blocks(values: Tensor) -> tuple[float, float, float]:
+    """Return minimum, maximum and sum of squares of a large tensor, which comes from memory only once.
+
+    Once something is not finite, so is minimum or maximum, and the rest is not read. ``amin`` and ``amax`` read faster
+    than memory does, so in the cache both together take less time than ``aminmax``.
+    """
+    lowest, highest, squares = _INFINITE, -_INFINITE, 0.0
+    for block in torch.split(values.view(-1), _BLOCK * _threads()):
+        low, high = _amin(block).item(), _amax(block).item()
+        if not (low > -_INFINITE and high < _INFINITE):
+            return low, high, squares
+        lowest, highest = min(low, lowest), max(high, highest)
+        squares += _dot(block, block).item()
+    return lowest, highest, squares
 
 
 def _fill_nonfinite(measure: Measure, values: Tensor) -> None:

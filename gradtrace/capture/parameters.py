@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtrace.capture.arrivals import Arrivals
+from gradtrace.capture.measures import Measure
 from gradtrace.capture.names import ModuleEntry, Root, TensorEntry
 from gradtrace.capture.session import Session, quiet
-from gradtrace.capture.statistics import Measure
+from gradtrace.capture.sites import Paths, Site
 
 _StateKey = tuple[ModuleEntry, str]
 
@@ -23,7 +24,7 @@ class ParameterWatch:
         self._session = session
         self._begun: weakref.WeakKeyDictionary[Root, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
         self._not_written: list[Root] = []
-        self._optimizers: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        self._rates: weakref.WeakKeyDictionary[Optimizer, tuple[int, Paths]] = weakref.WeakKeyDictionary()
         self._optimizer_count = 0
         self._known_bad: set[_StateKey] = set()
         self._of_known_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -104,7 +105,7 @@ class ParameterWatch:
         return entry is not None and module is not None and _parameter_of(module, entry.name) is parameter
 
     def _owned_by_others(self, optimizer: Optimizer) -> set[int]:
-        others = {id(p) for other in list(self._optimizers) if other is not optimizer for p in parameters_of(other)}
+        others = {id(p) for other in list(self._rates) if other is not optimizer for p in parameters_of(other)}
         return others - {id(p) for p in parameters_of(optimizer)} if others else others
 
     def record_state(self, phase: str, entry: TensorEntry, tensor: Tensor, detail: str | None = None) -> None:
@@ -134,25 +135,25 @@ class ParameterWatch:
 
     def optimizer_begins(self, optimizer: Optimizer) -> None:
         """Record learning rates and the final gradients just before ``optimizer`` steps."""
-        number = self._optimizers.get(optimizer)
-        if number is None:
-            number = self._optimizers[optimizer] = self._optimizer_count
+        known = self._rates.get(optimizer)
+        if known is None:
+            known = self._rates[optimizer] = self._optimizer_count, Paths("optimizer", None, "lr")
             self._optimizer_count += 1
         if optimizer not in self._of_known_models and any(map(self._is_in_use, parameters_of(optimizer))):
             self._of_known_models.add(optimizer)
         with quiet():
+            number, sites = known
             for index, group in enumerate(optimizer.param_groups):
-                self._record_rate(f"{number}.{index}", group.get("lr"))
+                self._record_rate(sites[f"{number}.{index}"], group.get("lr"))
             if self._session.capturing:
                 self._record_finals(parameters_of(optimizer))
 
-    def _record_rate(self, path: str, rate: object) -> None:
+    def _record_rate(self, site: Site, rate: object) -> None:
         session = self._session
         if isinstance(rate, Tensor):
-            session.record("optimizer", None, "lr", path, rate, once=False)
+            session.see_anew(site, rate)
         elif isinstance(rate, (int, float)):
-            measure = Measure.of_number(float(rate))
-            session.rows.append(session.clock.micro_step, "optimizer", None, None, "lr", path, measure)
+            session.rows.add((site, session.clock.micro_step, None, Measure.of_number(float(rate)), None))
 
     def _record_finals(self, parameters: list[Tensor]) -> None:
         if not self.arrivals.any_nonfinite:

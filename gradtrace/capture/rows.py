@@ -22,6 +22,9 @@ from gradtrace.trace.schema import Record
 
 __all__ = ["Named", "Row", "RowBuffer", "Rows"]
 
+_MOST_SITES = 1_000
+"""Of the sites that nobody else keeps; a run that trains many models one after the other has ever more."""
+
 _counts = operator.attrgetter("counts")
 _is_pending = operator.attrgetter("pending")
 _tensor = operator.attrgetter("tensor")
@@ -162,6 +165,8 @@ class RowBuffer:
         key = (phase, owner, tensor, path)
         site = self._sites.get(key)
         if site is None:
+            if len(self._sites) >= _MOST_SITES:
+                self._sites.clear()
             site = self._sites[key] = Site(phase, owner, tensor, path)
         return site
 

@@ -55,7 +55,7 @@ class Paths(dict[str, Site]):
 
     __slots__ = ("_owner", "_phase", "_tensor")
 
-    def __init__(self, phase: str, owner: Named, tensor: str) -> None:
+    def __init__(self, phase: str, owner: Named | None, tensor: str) -> None:
         super().__init__()
         self._phase = phase
         self._owner = owner
