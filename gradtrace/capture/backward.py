@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 from gradtrace.capture.boundaries import Found
-from gradtrace.capture.calls import Frame
+from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import Edge, Entrance, GraphMap, Step, sequence_number
 from gradtrace.capture.places import Hooks, Inside, Place, Sum, Watched
 from gradtrace.capture.session import Session

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from gradtrace.capture.options import Engine
     from gradtrace.capture.replay.alarm import OnNonFinite
-    from gradtrace.capture.tracer import Engine, Models, Tracer
+    from gradtrace.capture.tracer import Models, Tracer
     from gradtrace.setting_kinds import StepRange
     from gradtrace.settings import Mode
 

@@ -11,18 +11,18 @@ import contextlib
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found, is_computed, tensors_in_arguments, tensors_in_result
+from gradtrace.capture.frame import Frame, Gradients
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call
 from gradtrace.capture.names import ModuleEntry, is_wrapper
 from gradtrace.capture.readable import INTEGER_TYPES
-from gradtrace.capture.replay.kept import Alive, Keeper, Kept
+from gradtrace.capture.replay.kept import Keeper, Kept
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.session import Session, be_quiet, cannot_observe, quiet
 from gradtrace.capture.sites import Site
@@ -32,41 +32,6 @@ from gradtrace.trace.incident import DETACHED
 
 _grad_mode = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
-
-
-class Frame:
-    """One open module call. ``captured`` says whether its inputs were seen: then its outputs are too.
-
-    What most calls leave as it is stands in the class: a frame is made for every call.
-    """
-
-    captured = False
-    start = end = 0
-    input_edges: Mapping[Any, str] = MappingProxyType({})
-    watched: Any = None
-    kept: Kept | None = None
-    alive: Alive | None = None
-
-    def __init__(self, entry: ModuleEntry, phase: str, call: int, micro_step: int, is_outermost: bool) -> None:
-        self.entry = entry
-        self.sites = entry.sites[phase]
-        self.phase = phase
-        self.call = call
-        self.micro_step = micro_step
-        self.is_outermost = is_outermost
-
-
-class Gradients(Protocol):
-    """What is done about the backward boundaries of a call; called in ``quiet``."""
-
-    def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None: ...
-
-    def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None: ...
-
-    def watched_call_returns(self, frame: Frame, outputs: Found) -> None:
-        """An outermost call returns in a step that is only watched."""
-
-    def outermost_ended(self) -> None: ...
 
 
 class _Thread(threading.local):

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found
-from gradtrace.capture.calls import Calls, Frame
+from gradtrace.capture.calls import Calls
+from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.names import ModuleEntry, Root, walk
 from gradtrace.capture.session import Session, quiet, warn

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gradtrace.capture.calls import Frame
+from gradtrace.capture.frame import Frame
 from gradtrace.capture.replay.kept import Alive
 from gradtrace.capture.session import Session, be_quiet, quiet
 from gradtrace.capture.sites import Site

@@ -8,11 +8,9 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-import sys
 import uuid
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +35,7 @@ from gradtrace.capture.loss.watch import LossWatch
 from gradtrace.capture.names import Names, unwrapped
 from gradtrace.capture.operations.op_steps import OpRow, OpSteps
 from gradtrace.capture.optimizers import OptimizerWatch
+from gradtrace.capture.options import Engine, Mode, Options
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.recheck.capsule import capsule_path, clear_the_way
 from gradtrace.capture.recheck.capsule_watch import CapsuleWatch
@@ -46,7 +45,6 @@ from gradtrace.capture.replay.kept import Keeper
 from gradtrace.capture.replay.passes import Passes
 from gradtrace.capture.replay.rerun import Replayer
 from gradtrace.capture.rows import RowBuffer
-from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, warn
 from gradtrace.capture.statistics import Statistics
 from gradtrace.capture.steps import Steps
@@ -58,8 +56,6 @@ from gradtrace.trace.runinfo import RunInfo
 from gradtrace.trace.secrets import masked
 from gradtrace.trace.writer import RunWriter
 
-Mode = Literal["full", "watch"]
-Engine = Literal["graph", "hooks"]
 Models = nn.Module | Mapping[str, nn.Module] | None
 
 _recording: weakref.WeakSet[Session] = weakref.WeakSet()
@@ -128,24 +124,23 @@ class Tracer:
         command: Sequence[str] = (),
         _on_device: bool | None = None,
     ) -> None:
-        if mode not in ("full", "watch"):
-            raise CaptureError(f"no such mode: {mode!r}; it is 'full' or 'watch'")
-        if mode == "watch" and engine == "hooks":
-            raise CaptureError(
-                "the mode 'watch' needs the engine 'graph': the engine 'hooks' keeps nothing for a replay"
-            )
-        if engine not in ("graph", "hooks"):
-            raise CaptureError(f"no such engine: {engine!r}; it is 'graph' or 'hooks'")
-        if on_nonfinite not in ("continue", "stop"):
-            raise CaptureError(f"no such on_nonfinite: {on_nonfinite!r}; it is 'continue' or 'stop'")
-        if replays < 0:
-            raise CaptureError(f"replays cannot be {replays}; 0 switches them off")
-        self._op_range = _range_of(op_steps)
-        schedule: Schedule | WatchSchedule = Schedule(every, *(steps or (None, None)), also=self._op_range)
-        if mode == "watch":
-            asked_for = schedule.captures if every > 1 or steps else self._op_range.__contains__
-            schedule = WatchSchedule(triggers, also=asked_for)
-        self._baseline = None if baseline is None or mode == "full" else Baseline.of(baseline)
+        options = self._options = Options(
+            mode,
+            engine,
+            every,
+            steps,
+            first_step,
+            tuple(include),
+            tuple(exclude),
+            replays,
+            on_nonfinite,
+            loss_lines,
+            op_steps,
+            capsule_limit,
+            max_size,
+            triggers or Triggers(),
+            baseline,
+        )
         self._launch = Launch.of_environment()
         self._path = Path(path)
         self._existing: Literal["refuse", "overwrite", "move_aside"] = existing
@@ -157,56 +152,33 @@ class Tracer:
             world_size=self._launch.world_size,
             command=masked(command),
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
-            config={
-                "mode": mode,
-                "engine": engine,
-                "every": every,
-                "steps": list(steps) if steps else None,
-                "first_step": first_step,
-                "include": list(include),
-                "exclude": list(exclude),
-                "replays": replays,
-                "on_nonfinite": on_nonfinite,
-                "loss_lines": loss_lines,
-                "op_steps": list(op_steps) if op_steps else None,
-                "capsule_limit": capsule_limit,
-                "max_size": max_size,
-                "triggers": asdict(triggers or Triggers()) if mode == "watch" else None,
-                "baseline": None if baseline is None else os.fspath(baseline),
-            },
+            config=options.config(),
         )
         self._models = _named(models)
-        self._build(engine, schedule, Names(include, exclude), Clock(first_step), Statistics(on_device=_on_device))
+        self._build(options, Statistics(on_device=_on_device))
 
-    def _build(
-        self,
-        engine: Engine,
-        schedule: Schedule | WatchSchedule,
-        names: Names,
-        clock: Clock,
-        statistics: Statistics,
-    ) -> None:
+    def _build(self, options: Options, statistics: Statistics) -> None:
+        schedule = options.schedule()
+        names, clock = Names(options.include, options.exclude), Clock(options.first_step)
         session = self._session = Session(names, schedule, clock, RowBuffer(self.info.rank), statistics)
         session.on_failure = self._detach
         self._graph = GraphGradients(session)
-        self._hooks = ModuleHooks(session) if engine == "hooks" else None
+        self._hooks = ModuleHooks(session) if options.engine == "hooks" else None
         self._parameters = ParameterWatch(session)
         forget = self._hooks.forget_calls if self._hooks is not None else lambda: None
-        config = self.info.config
-        limit = config["capsule_limit"]
+        limit = options.capsule_limit
         self._capsule = CapsuleWatch(session, self._capsule_path, limit) if limit else None
         keeper = self._keeper = Keeper(self._capsule.call_begins if self._capsule is not None else lambda kept: None)
-        keeps = self._hooks is None and (config["replays"] or limit or config["on_nonfinite"] == "stop")
         if self._hooks is not None:
             keeper.obstacle = "the engine hooks keeps nothing of a pass; the engine graph does"
-        self._lines = LossLines() if config["loss_lines"] else None
+        self._lines = LossLines() if options.loss_lines else None
         self._loss = LossWatch(session, self._graph if self._hooks is None else NoGradients(), self._lines)
         self._calls = Calls(
             session,
             self._loss,
             lambda *call: self._steps.outermost_call(*call),
             discover=not self._models,
-            keeper=keeper if keeps else None,
+            keeper=keeper if options.keeps_passes else None,
             look_at_state=self._parameters.look_at_state,
             look_at_weights=lambda: self._watch.look_at_weights(),
         )
@@ -214,10 +186,10 @@ class Tracer:
             session,
             self._parameters,
             schedule if isinstance(schedule, WatchSchedule) else None,
-            self._baseline,
+            self._baseline_of(options),
             lambda rows: self._steps.of_step_before(rows),
         )
-        wanted = self._op_range
+        wanted = options.op_range
         self._op_steps = OpSteps(session, wanted.start, wanted.stop, self._calls.innermost_open, self._add_operation)
         self._backward = BackwardWatch(
             session, self._backward_begins, self._backward_ended, self._op_steps, self._watch.returned
@@ -229,8 +201,8 @@ class Tracer:
             self._loss,
             self._capsule,
             self.info.notes,
-            replays=config["replays"],
-            on_nonfinite=config["on_nonfinite"],
+            replays=options.replays,
+            on_nonfinite=options.on_nonfinite,
             agreement=Agreement(keeper, session.is_finite),
             verdict_command=lambda: f"gradtrace first-nan {self.path}",
             watch=self._watch,
@@ -246,6 +218,11 @@ class Tracer:
         self._eager = EagerWhileRecording()
         self._log: StepLog | None = None
         _recording.add(session)
+
+    def _baseline_of(self, options: Options) -> Baseline | None:
+        if options.baseline is None or options.mode == "full":
+            return None
+        return Baseline.of(options.baseline, rank=self.info.rank)
 
     # Life ---------------------------------------------------------------------------------------------------
 
@@ -386,16 +363,6 @@ class Tracer:
         at the end of the loop's body. From the first call on, optimizers no longer end steps.
         """
         self._session.guarded(self._steps.by_hand)(number)
-
-
-def _range_of(steps: tuple[int | None, int | None] | None) -> range:
-    """Return steps A up to, not including, B; without an end they never end."""
-    if steps is None:
-        return range(0)
-    first, end = steps
-    if end is not None and end <= (first or 0):
-        raise CaptureError(f"no step lies in {first or 0}:{end}; A:B is A up to, not including, B")
-    return range(first or 0, sys.maxsize if end is None else end)
 
 
 def _named(models: Models) -> dict[str, nn.Module]:

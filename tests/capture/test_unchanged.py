@@ -13,7 +13,8 @@ import torch.optim.optimizer as optimizer_module
 from torch import Tensor, nn
 
 import gradtrace
-from gradtrace.capture.tracer import Mode, Tracer
+from gradtrace.capture.options import Mode
+from gradtrace.capture.tracer import Tracer
 from gradtrace.capture.watch.triggers import Triggers
 from gradtrace.errors import RunExistsError
 

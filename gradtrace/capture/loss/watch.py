@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from gradtrace.capture.boundaries import Found
-from gradtrace.capture.calls import Frame, Gradients
+from gradtrace.capture.frame import Frame, Gradients
 from gradtrace.capture.graph import Edge, edge_of, sequence_number
 from gradtrace.capture.loss.code import LossCode
 from gradtrace.capture.loss.forward import LossFinding

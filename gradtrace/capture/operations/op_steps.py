@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
-from gradtrace.capture.calls import Frame
+from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.operations.callers import Callers

@@ -23,8 +23,9 @@ from gradtrace.capture import interception
 from gradtrace.capture.backward import GraphGradients
 from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
-from gradtrace.capture.calls import Calls, Frame
+from gradtrace.capture.calls import Calls
 from gradtrace.capture.clock import Clock
+from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call, Observer
 from gradtrace.capture.names import ModuleEntry, TensorEntry

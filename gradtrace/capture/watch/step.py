@@ -39,6 +39,7 @@ class StepWatch:
         self._session = session
         self._schedule = schedule
         self._baseline = baseline
+        self._compared = 0
         tensors = WatchedTensors(session.names)
         self._gradients = GradientWatch(session, tensors)
         self._states = StateWatch(session, states, tensors, of_step_before)
@@ -112,9 +113,10 @@ class StepWatch:
 
     def _compare_models(self, schedule: WatchSchedule) -> None:
         """Find out whether the model is that of the earlier run, as far as it has been called."""
-        if self._baseline is None:
-            return
         names = self._session.names
+        if self._baseline is None or names.count == self._compared:
+            return
+        self._compared = names.count
         names.freeze()
         words = self._baseline.difference(names.module_table())
         if words is not None:
