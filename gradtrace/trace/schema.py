@@ -35,6 +35,7 @@ TENSORS = (
     "loss",
     "lr",
     "loss_scale",
+    "grad_norm",
 )
 EVENTS = ("skip", "incident", "replay", "switch", "stop", "lost")
 
