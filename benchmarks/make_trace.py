@@ -119,7 +119,7 @@ def make_trace(path: Path, rows: int) -> int:
     """Write the trace and return its number of rows."""
     table = modules()
     info = RunInfo("made", command=["train.py"], started=START.isoformat(), modules=table)
-    writer = RunWriter(path, info, existing="overwrite")
+    writer = RunWriter(path, info, existing="overwrite", max_bytes=None)
     written = steps = 0
     for batch in batches(rows):
         writer.write(batch)

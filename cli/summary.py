@@ -24,12 +24,12 @@ _COLUMNS = {
     "module": ("module", "type", *_MEASURED),
     "type": ("type", *_MEASURED),
     "step": (
-        "rank", "step", "records", "loss", "grad_norm", "lr", "max_output", "max_grad", "max_param", "nan",
+        "rank", "step", "level", "records", "loss", "grad_norm", "lr", "max_output", "max_grad", "max_param", "nan",
         "inf", "skipped",
     ),
 }  # fmt: skip
 _SERIES = ("grad_norms", "output_norms")
-_NOT_SORTABLE = ("module", "type", *_SERIES)
+_NOT_SORTABLE = ("module", "type", "level", *_SERIES)
 _HEADINGS = {
     "grad_norms": "grad norm",
     "grad_norm": "last",
@@ -117,16 +117,32 @@ def _rank(value: float | None) -> tuple[bool, bool, float]:
 
 
 def _heading(run: Run) -> str:
-    info = run.info
+    info, captured = run.info, run.captured
     facts = [
         f"{run.steps:,} steps",
+        f"{captured:,} captured in full" if captured < run.steps else "",
         f"{len(run.infos)} ranks" if len(run.infos) > 1 else "",
         f"{len(info.modules):,} modules",
         f"{sum(one.records for one in run.infos):,} records",
         run.end,
     ]
     command = " ".join(info.command)
-    return f"{run.path}  {command}".rstrip() + "\n" + ", ".join(filter(None, facts)) + "\n"
+    lines = [f"{run.path}  {command}".rstrip(), ", ".join(filter(None, facts))]
+    if captured < run.steps:  # else the table has it all
+        lines += _courses(run)
+    return "\n".join(lines) + "\n"
+
+
+def _courses(run: Run) -> list[str]:
+    """Return a line each for the loss and the gradient norm, over all steps."""
+    from gradtrace.analysis.summary import courses
+
+    names = {"loss": "loss", "grad_norm": "grad norm"}
+    return [
+        f"{names[name]:<10} {sparkline(course.points, sys.stdout)}  last {course.last:.4g}"
+        for name, course in courses(run).items()
+        if course.last is not None
+    ]
 
 
 def _write(form: str, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
@@ -140,5 +156,6 @@ def _write(form: str, columns: Sequence[str], rows: list[dict[str, Any]]) -> Non
             return sparkline(value, out)
         return "(root)" if column == "module" and value == "" else value
 
-    headings = [_HEADINGS.get(column, column) for column in columns]
+    words = _HEADINGS if "grad_norms" in columns else _HEADINGS | {"grad_norm": "grad norm"}
+    headings = [words.get(column, column) for column in columns]
     write(out, form, headings, ([cell(column, row[column]) for column in columns] for row in rows), digits=4)

@@ -19,16 +19,19 @@ def candidates_for(
     elsewhere: Sequence[Finding],
     infos: Sequence[RunInfo],
     gap: tuple[int, int] | None,
+    *,
+    watched: bool = False,
 ) -> tuple[Candidate, ...]:
     """Return the readings that remain beside ``finding``.
 
     ``elsewhere`` are other ranks' findings of the same step; ``gap`` are the first and last of the steps just
-    before that were not recorded.
+    before that were not recorded; ``watched`` is true where the step was not captured in full.
     """
     info = next((info for info in infos if info.rank == finding.row.rank), infos[0])
     return (
         *_rivals(finding, info),
         *(_other_rank(other) for other in elsewhere),
+        *_only_watched(finding, info, watched),
         *_unrecorded_steps(finding, info, gap),
         *_left_out_modules(finding, info),
         *_missing_ranks(finding, infos),
@@ -50,6 +53,13 @@ def _other_rank(other: Finding) -> Candidate:
     row = other.row
     why = f"rank {row.rank} made a non-finite value of its own in the same step"
     return _candidate(other.cause.phase, row, why, f"gradtrace first-nan --rank {row.rank} RUN")
+
+
+def _only_watched(finding: Finding, info: RunInfo, watched: bool) -> Iterator[Candidate]:
+    row = finding.row
+    if watched and row.tensor in ("output", "loss", "grad"):
+        why = f"step {row.step} was only watched: which module inside made it is not recorded"
+        yield _candidate(finding.cause.phase, row, why, _record(info, row.step))
 
 
 def _unrecorded_steps(finding: Finding, info: RunInfo, gap: tuple[int, int] | None) -> Iterator[Candidate]:

@@ -12,13 +12,17 @@ VIEWS = ("records", "params", "grads", "steps", "modules", "events", "meta")
 
 _RECORDS = {column.name: (column.unit, column.meaning) for column in RECORD_COLUMNS}
 _OTHERS: dict[tuple[str, str], tuple[str, str]] = {
+    ("steps", "level"): ("", "full: every boundary was captured; watched: losses, norms, outputs of outermost modules"),
     ("steps", "micro_steps"): ("passes", "forward/backward passes of the step"),
     ("steps", "records"): ("records", "records of boundaries in the step"),
     ("steps", "nan_records"): ("records", "those that hold a NaN"),
     ("steps", "posinf_records"): ("records", "those that hold a +Inf"),
     ("steps", "neginf_records"): ("records", "those that hold a -Inf"),
     ("steps", "loss"): ("", "the last loss handed to backward in the step"),
-    ("steps", "grad_norm"): ("", "L2 norm of all gradients as they last arrived, over finite elements"),
+    ("steps", "grad_norm"): (
+        "",
+        "L2 norm of all gradients as they last arrived; of a watched step, as they then stood",
+    ),
     ("steps", "lr"): ("", "learning rate of the first parameter group"),
     ("steps", "loss_scale"): ("", "GradScaler's scale"),
     ("steps", "skipped"): ("", "whether GradScaler skipped the optimizer step"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
+from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.analysis.verdict_model import Spread
@@ -17,6 +20,7 @@ _COLUMNS = ", ".join('NULL AS "time"' if name == "time" else f'"{name}"' for nam
 _BAD = "(nan_count > 0 OR posinf_count > 0 OR neginf_count > 0)"
 _COUNTS = ("nan_count", "posinf_count", "neginf_count")
 _STATE = "tensor IN ('param', 'buffer')"
+_SCALARS = "('lr', 'loss_scale', 'grad_norm')"
 _KEY = "module IS NOT DISTINCT FROM ? AND tensor = ? AND path = ?"
 
 # Of each step and kind only the first record is needed, and the first with a NaN. A parameter that keeps the
@@ -54,28 +58,48 @@ SELECT {_COLUMNS} FROM boundaries WHERE numel = 1 AND tensor = 'loss_scale' AND 
 class Evidence:
     """Asks one run. Rows come back as records, in order of ``seq`` unless said otherwise.
 
-    Rows of single operations (replay, op-level capture) are no evidence: only ``replay`` returns some.
+    Rows of single operations (replay, op-level capture) are no evidence: only ``replay`` returns some. Nor are the
+    gradient norms of watched steps: the gradient that made one non-finite has a row of its own.
     """
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._updates: dict[int, list[int]] = {}
         run.execute("CREATE OR REPLACE VIEW boundaries AS SELECT * FROM records WHERE op IS NULL")
         run.execute(f"CREATE OR REPLACE VIEW bad_records AS {self._bad_records()}")
 
-    def steps(self) -> list[tuple[int, int]]:
-        """Return (rank, step) of all recorded steps, in order."""
+    def steps(self) -> dict[int, list[int]]:
+        """Return each rank's recorded steps, sorted."""
         info = self._run.info
         if len(self._run.infos) == 1 and info.steps:
             # Where no step is left out, the two ends tell all; counting reads the column of every row.
             first, last = self._fetch("SELECT min(step), max(step) FROM records")[0]
             if first is not None and last - first + 1 == info.steps:
-                return [(info.rank, step) for step in range(first, last + 1)]
-        return self._fetch("SELECT DISTINCT rank, step FROM records ORDER BY ALL")
+                return {info.rank: list(range(first, last + 1))}
+        return self._steps_where("true")
 
     def skipped_steps(self) -> set[tuple[int, int]]:
         """Return (rank, step) of the steps whose optimizer step GradScaler skipped."""
         query = "SELECT DISTINCT rank, step FROM records WHERE phase = 'event' AND tensor = 'skip'"
         return set(self._fetch(query))
+
+    @cached_property
+    def watched_steps(self) -> dict[int, list[int]]:
+        """Return each rank's steps that were not captured in full, sorted."""
+        return self._steps_where("tensor = 'grad_norm'")
+
+    def is_watched(self, rank: int, step: int) -> bool:
+        """Whether a step was not captured in full."""
+        steps = self.watched_steps.get(rank, [])
+        place = bisect_left(steps, step)
+        return place < len(steps) and steps[place] == step
+
+    def _steps_where(self, condition: str) -> dict[int, list[int]]:
+        # As lists, because of millions of steps each row would be a tuple.
+        query = f"""
+            SELECT rank, list_sort(list(step)) FROM (SELECT DISTINCT rank, step FROM records WHERE {condition})
+            GROUP BY rank ORDER BY rank"""
+        return dict(self._fetch(query))
 
     def that_matter(self, roots: Collection[str]) -> list[Record]:
         """Return the records that the incident rules need."""
@@ -89,7 +113,8 @@ class Evidence:
         """Return the passes of a step from the first with a non-finite value to the one of ``last``."""
         query = f"""
             SELECT {_COLUMNS} FROM boundaries
-            WHERE rank = ? AND step = ? AND micro_step <= ? AND phase <> 'event' AND micro_step >= (
+            WHERE rank = ? AND step = ? AND micro_step <= ? AND phase <> 'event' AND tensor <> 'grad_norm'
+            AND micro_step >= (
                 SELECT min(micro_step) FROM bad_records WHERE rank = ? AND step = ? AND seq <= ?
                 AND NOT (phase = 'input' AND {_STATE})
             )
@@ -97,8 +122,9 @@ class Evidence:
         where = [last.rank, last.step]
         return self._records(query, [*where, last.micro_step, *where, last.seq])
 
-    def bad_state_before(self, rank: int, seq: int) -> list[Record]:
-        """Return the latest records before ``seq`` of the parameters and buffers non-finite then."""
+    def bad_state_before(self, first: Record) -> list[Record]:
+        """Return the latest records before ``first`` of the parameters and buffers non-finite then."""
+        rank, seq = first.rank, first.seq
         query = f"""
             WITH suspects AS (
                 SELECT DISTINCT module, tensor, path FROM bad_records
@@ -112,17 +138,38 @@ class Evidence:
                 QUALIFY row_number() OVER (PARTITION BY module, tensor, path ORDER BY seq DESC) = 1
             )
             SELECT {_COLUMNS} FROM latest WHERE {_BAD} ORDER BY seq"""
-        return self._records(query, [rank, seq, rank, seq])
+        found = self._records(query, [rank, seq, rank, seq])
+        return [row for row in found if not self._was_watched_between(rank, row.step, first.step)]
 
     def start_of(self, state: Record) -> Record:
         """Return the record with which a parameter or buffer went non-finite for good before ``state``."""
         key = [state.rank, state.seq, state.module, state.tensor, state.path]
         query = f"""
-            SELECT {_COLUMNS} FROM boundaries WHERE rank = ? AND seq <= ? AND {_KEY} AND {_BAD} AND seq > (
+            SELECT step, seq FROM boundaries WHERE rank = ? AND seq <= ? AND {_KEY} AND {_BAD} AND seq > (
                 SELECT coalesce(max(seq), -1) FROM boundaries
                 WHERE rank = ? AND seq <= ? AND {_KEY} AND NOT {_BAD}
-            ) ORDER BY seq LIMIT 1"""
-        return self._records(query, [*key, *key])[0]
+            ) ORDER BY seq DESC"""
+        later, start = state.step, state.seq
+        for step, seq in self._fetch(query, [*key, *key]):
+            if self._was_watched_between(state.rank, step, later):
+                break
+            later, start = step, seq
+        return self._records(f"SELECT {_COLUMNS} FROM boundaries WHERE rank = ? AND seq = ?", [state.rank, start])[0]
+
+    def _was_watched_between(self, rank: int, first: int, last: int) -> bool:
+        """Whether a watched step lies between two others: what is non-finite then has a row in it, the rest has none.
+
+        A step that GradScaler skipped says nothing, it has not changed anything.
+        """
+        steps = self._watched_updates(rank)
+        place = bisect_right(steps, first)
+        return place < len(steps) and steps[place] < last
+
+    def _watched_updates(self, rank: int) -> list[int]:
+        if rank not in self._updates:
+            skipped = {step for of, step in self.skipped_steps() if of == rank}
+            self._updates[rank] = [step for step in self.watched_steps.get(rank, []) if step not in skipped]
+        return self._updates[rank]
 
     def bad_in_healthy_steps(self, rank: int, before: int, unhealthy: Collection[int]) -> list[tuple[Record, int]]:
         """Return the first record of each boundary that was non-finite in healthy steps, and in how many.
@@ -134,7 +181,7 @@ class Evidence:
                 SELECT min(seq) AS seq, count(DISTINCT step) AS steps
                 FROM bad_records
                 WHERE rank = ? AND step < ? AND NOT list_contains(?, step)
-                AND tensor NOT IN ('lr', 'loss_scale')
+                AND tensor NOT IN {_SCALARS}
                 GROUP BY module, tensor, path, nan_count > 0, posinf_count > 0, neginf_count > 0
             )
             SELECT {_COLUMNS}, steps FROM bad_records JOIN firsts USING (seq) WHERE rank = ? ORDER BY seq"""
@@ -178,13 +225,13 @@ class Evidence:
         query = f"""
             SELECT {_COLUMNS} FROM boundaries
             WHERE rank = ? AND step BETWEEN ? AND ? AND {_KEY} AND phase = ?
-            QUALIFY row_number() OVER (
-                PARTITION BY step ORDER BY call IS NOT DISTINCT FROM ? DESC, micro_step = ? DESC, seq DESC
-            ) = 1
             ORDER BY seq"""
-        key = [row.module, row.tensor, row.path, row.phase, row.call, row.micro_step]
+        key = [row.module, row.tensor, row.path, row.phase]
         found = self._records(query, [row.rank, min(steps), max(steps), *key])
-        return [record for record in found if record.step in steps]
+        # Not in SQL: a window would make it read every row group.
+        found.sort(key=lambda one: (one.call == row.call, one.micro_step == row.micro_step, one.seq))
+        chosen = {record.step: record for record in found}
+        return [chosen[step] for step in steps if step in chosen]
 
     def spread(self, rank: int, step: int) -> Spread:
         """Return how much of a step was non-finite."""
@@ -195,7 +242,12 @@ class Evidence:
                 {count.format("grad", f"AND {_BAD}")}, {modules.format(f"AND {_BAD}")},
                 {count.format("param", "")}, {count.format("grad", "")}
             FROM boundaries WHERE rank = ? AND step = ?"""
-        return Spread(*self._fetch(query, [rank, step])[0])
+        spread = Spread(*self._fetch(query, [rank, step])[0])
+        if not self.is_watched(rank, step):
+            return spread
+        # Finite ones leave no rows in a watched step.
+        known = sum(len(module.parameters) for module in self._run.info.modules)
+        return replace(spread, all_params=max(spread.all_params, known), all_grads=max(spread.all_grads, known))
 
     def rest_of_step(self, row: Record, roots: Collection[str]) -> list[Record]:
         """Return the step's losses, batches and root outputs after ``row``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +32,10 @@ class RunIncident:
 
 @dataclass
 class Timeline:
-    """All steps of a run, which of them were skipped, which are part of an incident, and what mattered."""
+    """All steps of a run, which of them were skipped, which are part of an incident, and what mattered.
+
+    Each rank's steps are sorted.
+    """
 
     steps: dict[int, list[int]]
     skipped: set[tuple[int, int]]
@@ -41,36 +45,34 @@ class Timeline:
 
     def unhealthy(self, rank: int) -> list[int]:
         """Return the rank's steps that were skipped or lie in an incident."""
-        inside = {
-            step
-            for incident in self.by_rank.get(rank, [])
-            for step in self.steps[rank]
-            if incident.first_step <= step <= incident.last_step
-        }
+        inside = {step for incident in self.by_rank.get(rank, []) for step in self._steps_of(rank, incident)}
         return sorted(inside | {step for of, step in self.skipped if of == rank})
 
     def since(self, rank: int, incident: Incident) -> dict[str, int]:
         """Return the step in which the incident first reached each thing that it reached."""
         first: dict[str, int] = {}
-        for step in self.steps[rank]:
-            if incident.first_step <= step <= incident.last_step:
-                for row in self.matters.get((rank, step), []):
-                    if row.tensor in incident.reached and row.phase != "input":
-                        first.setdefault(row.tensor, step)
+        for step in self._steps_of(rank, incident):
+            for row in self.matters.get((rank, step), []):
+                if row.tensor in incident.reached and row.phase != "input":
+                    first.setdefault(row.tensor, step)
         return first
 
     def previous_steps(self, rank: int, step: int, count: int) -> list[int]:
         """Return the last ``count`` recorded steps before ``step``."""
-        return [earlier for earlier in self.steps[rank] if earlier < step][-count:] if count else []
+        steps = self.steps[rank]
+        end = bisect_left(steps, step)
+        return steps[max(end - count, 0) : end]
+
+    def _steps_of(self, rank: int, incident: Incident) -> list[int]:
+        steps = self.steps[rank]
+        return steps[bisect_left(steps, incident.first_step) : bisect_right(steps, incident.last_step)]
 
 
 def read_timeline(
     evidence: Evidence, roots: frozenset[str], counts: Callable[[int, int], bool] = lambda rank, step: True
 ) -> Timeline:
     """Find the incidents of a run among the steps of which ``counts(rank, step)`` is true."""
-    steps: dict[int, list[int]] = defaultdict(list)
-    for rank, step in evidence.steps():
-        steps[rank].append(step)
+    steps = evidence.steps()
     skipped = evidence.skipped_steps()
     matters: dict[tuple[int, int], list[Record]] = defaultdict(list)
     for row in evidence.that_matter(roots):
@@ -80,14 +82,17 @@ def read_timeline(
     by_rank: dict[int, list[Incident]] = {}
     for rank, of_rank in steps.items():
         finder = IncidentFinder(roots)
-        for step in of_rank:
+        telling = {step for of, step in [*matters, *skipped] if of == rank}
+        for step, before in zip(of_rank, [None, *of_rank], strict=False):
+            if step not in telling and before not in telling:
+                continue  # finite, as was the step before: there is nothing that it could begin or end
             rows = matters.get((rank, step), [])
             if counts(rank, step):
                 finder.add_step(step, rows, skipped=(rank, step) in skipped)
             else:
                 finder.add_step(step, [row for row in rows if row.phase == "input"])
         by_rank[rank] = finder.incidents
-    return Timeline(dict(steps), skipped, matters, _together(by_rank), by_rank)
+    return Timeline(steps, skipped, matters, _together(by_rank), by_rank)
 
 
 def _together(by_rank: dict[int, list[Incident]]) -> list[RunIncident]:

@@ -21,6 +21,15 @@ from gradtrace.analysis.source import Source, find_sources
 from gradtrace.analysis.views import add_records, add_views, native_connection, sandboxed_connection
 from gradtrace.trace.runinfo import RunInfo
 
+# The same as in the view `steps`, which counts much more.
+_CAPTURED = """
+SELECT count(*) FROM (
+    SELECT rank, step FROM records WHERE tensor IN ('input', 'grad_output', 'grad') AND op IS NULL
+    EXCEPT
+    SELECT rank, step FROM records WHERE tensor = 'grad_norm'
+) GROUP BY rank
+"""
+
 
 def open_run(path: str | os.PathLike[str]) -> Run:
     """Open a recording, be it finished, killed, or still being recorded.
@@ -75,6 +84,14 @@ class Run:
         """Number of steps that were recorded; of several ranks, the largest."""
         return max(info.steps for info in self.infos)
 
+    @property
+    def captured(self) -> int:
+        """Number of those steps that were captured in full, not only watched; of several ranks, the largest."""
+        if not self.execute("SELECT 1 FROM records WHERE tensor = 'grad_norm' LIMIT 1").fetchall():
+            return self.steps
+        found = self.execute(_CAPTURED).fetchall()
+        return max((count for (count,) in found), default=0)
+
     def sql(self, query: str) -> Result:
         """Answer one query that only reads, with no access to anything but the views.
 
@@ -124,5 +141,8 @@ def _missing(source: Source, info: RunInfo) -> Iterator[str]:
         yield f"{whose}the run is still being recorded; this is what there is up to step {info.last_step}"
     elif info.end.startswith("tracer failed"):
         yield f"{whose}recording stopped after step {info.last_step}, the training went on"
+    if info.thinned:
+        first, last, every = (info.thinned[key] for key in ("first_step", "last_step", "every"))
+        yield f"{whose}steps {first} to {last} were thinned to save space: one in {every} is in full, or near incidents"
     for reason, count in info.unmeasured.items():
         yield f"{whose}{count} boundaries were seen and not recorded: {reason}"

@@ -32,21 +32,47 @@ GROUP BY ALL
 """
 
 # The gradient that counts is the last one of a step; a step of several passes has one for each.
+_LAST_GRADS = """(
+    SELECT
+        rank, step, module, path, max(seq) AS seq, arg_max(norm, seq) AS norm, arg_max(nan_count, seq) AS nan_count,
+        arg_max(posinf_count, seq) AS posinf_count, arg_max(neginf_count, seq) AS neginf_count
+    FROM grads
+    GROUP BY ALL
+)"""
+_HAS_SEVERAL_PASSES = """
+SELECT (SELECT max(micro_step) FROM records) > 0
+    OR (SELECT max(losses) FROM (SELECT count(*) AS losses FROM records WHERE tensor = 'loss' GROUP BY rank, step)) > 1
+"""
 _GRAD_NORMS = f"""
 WITH lines AS (
     SELECT unnest($modules::VARCHAR[]) AS module, unnest($lines::INTEGER[]) AS number
 ),
-last_grads AS (
-    SELECT rank, step, module, path, arg_max(norm, seq) AS norm
-    FROM grads
-    GROUP BY ALL
-),
 of_steps AS (
     SELECT number, rank, step, sqrt(sum(norm * norm)) AS norm
-    FROM last_grads JOIN lines USING (module)
+    FROM {{grads}} JOIN lines USING (module)
     GROUP BY ALL
 )
 SELECT number, {_STRETCH} AS stretch, max(norm), arg_max(norm, step)
+FROM of_steps
+GROUP BY ALL
+ORDER BY stretch
+"""
+
+# Watched steps have the norm in a row of its own. A maximum is NaN as soon as one value is.
+_COURSE = f"""
+WITH of_steps AS (
+    SELECT tensor AS name, step, seq, scalar_value(nan_count, posinf_count, neginf_count, "max") AS value
+    FROM records
+    WHERE tensor IN ('loss', 'grad_norm') AND op IS NULL
+    UNION ALL
+    SELECT 'grad_norm', step, max(seq), sqrt(sum(norm * norm))
+    FROM (
+        SELECT rank, step, seq, scalar_value(nan_count, posinf_count + neginf_count, 0, norm) AS norm
+        FROM {{grads}}
+    )
+    GROUP BY rank, step
+)
+SELECT name, {_STRETCH} AS stretch, max(abs(value)), arg_max(value, seq)
 FROM of_steps
 GROUP BY ALL
 ORDER BY stretch
@@ -78,7 +104,7 @@ WITH extremes AS (
     GROUP BY rank, step
 )
 SELECT
-    rank, step, records, loss, grad_norm, lr, max_output, max_grad, max_param, nan_records, inf, skipped
+    rank, step, level, records, loss, grad_norm, lr, max_output, max_grad, max_param, nan_records, inf, skipped
 FROM steps JOIN extremes USING (rank, step)
 ORDER BY step, rank
 """
@@ -110,11 +136,23 @@ class ModuleLine:
 
 
 @dataclass
+class Course:
+    """The losses of a run, or the norms of all its gradients: the largest size in each stretch, and the last value.
+
+    Stretches are those of ``ModuleLine``.
+    """
+
+    points: list[float | None]
+    last: float | None = None
+
+
+@dataclass
 class StepLine:
-    """A step of one rank; the extremes are those of ``ModuleLine``."""
+    """A step of one rank; the extremes are those of ``ModuleLine``. ``level`` is "full" or "watched"."""
 
     rank: int
     step: int
+    level: str
     records: int
     loss: float | None
     grad_norm: float | None
@@ -157,6 +195,19 @@ def by_type(run: Run) -> list[ModuleLine]:
     return _measured(run, lines, keys)
 
 
+def courses(run: Run) -> dict[str, Course]:
+    """Return the courses of "loss" and "grad_norm" over all steps, those that were only watched among them."""
+    stretches = _stretches(run)
+    if stretches is None:
+        return {}
+    found = {name: Course([None] * stretches["points"]) for name in ("loss", "grad_norm")}
+    for name, stretch, largest, last in run.execute(_COURSE.format(grads=_grads(run)), stretches).fetchall():
+        course = found[name]
+        course.points[stretch] = largest
+        course.last = course.last if last is None else last
+    return found
+
+
 def by_step(run: Run) -> list[StepLine]:
     """Return a line for each step, and rank within it."""
     return [StepLine(*row) for row in run.execute(_STEPS).fetchall()]
@@ -175,11 +226,9 @@ def _folded(name: str, levels: dict[str, int], depth: int | None) -> str:
 
 def _measured(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str]) -> list[ModuleLine]:
     """Fill in what the records say; ``keys`` gives the line of each module."""
-    first, last = run.execute("SELECT min(step), max(step) FROM records").fetchall()[0]
-    if first is None:
+    stretches = _stretches(run)
+    if stretches is None:
         return list(lines.values())
-    span = last - first + 1
-    stretches = {"first": first, "span": span, "points": min(POINTS, span)}
     for line in lines.values():
         line.grad_norms = [None] * stretches["points"]
         line.output_norms = [None] * stretches["points"]
@@ -189,11 +238,27 @@ def _measured(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str]) -> l
     return list(lines.values())
 
 
+def _stretches(run: Run) -> dict[str, int] | None:
+    """Return what ``_STRETCH`` needs to know, None where nothing was recorded."""
+    first, last = run.execute("SELECT min(step), max(step) FROM records").fetchall()[0]
+    if first is None:
+        return None
+    span = last - first + 1
+    return {"first": first, "span": span, "points": min(POINTS, span)}
+
+
+def _grads(run: Run) -> str:
+    """Return where to find the gradients that count; of several passes the last ones, which take twice the time."""
+    several = run.execute(_HAS_SEVERAL_PASSES).fetchall()[0][0]
+    return _LAST_GRADS if several else "grads"
+
+
 def _add_grad_norms(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str], stretches: dict[str, int]) -> None:
     numbers = {key: number for number, key in enumerate(lines)}
     places = {"modules": list(keys), "lines": [numbers[key] for key in keys.values()]}
     found = list(lines.values())
-    for number, stretch, largest, latest in run.execute(_GRAD_NORMS, places | stretches).fetchall():
+    query = _GRAD_NORMS.format(grads=_grads(run))
+    for number, stretch, largest, latest in run.execute(query, places | stretches).fetchall():
         found[number].grad_norms[stretch] = largest
         if latest is not None:
             found[number].grad_norm = latest

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from gradtrace.analysis.births import Explanation
@@ -92,6 +93,8 @@ class _Inquiry:
         if rank is not None and by_rank and rank not in by_rank:
             have = ", ".join(map(str, sorted(by_rank)))
             raise NoMatchError(f"{self._run.path} has no rank {rank}; it has: {have}")
+        if bounds == (None, None):
+            return
         recorded = sorted({step for of_rank in by_rank.values() for step in of_rank})
         if recorded and not any(_inside(step, bounds) for step in recorded):
             first, end = ("" if bound is None else bound for bound in bounds)
@@ -108,7 +111,6 @@ class _Inquiry:
         before = self._evidence.context(finding.seen, context) if context else []
         if finding.seen.seq < row.seq:
             before.append(finding.seen)
-        history = self._timeline.previous_steps(row.rank, row.step, _HISTORY_STEPS)
         module = self._modules.get(row.module) if row.module is not None else None
         healthy = self._bad_in_healthy_steps(row.rank, row.step)
         explanation = self._explanation(origin)
@@ -123,12 +125,16 @@ class _Inquiry:
             received_by=tuple(sorted(set(chosen.by_rank) - {other.rank for other in origins})),
             handled=self._was_handled(origin),
             context=tuple(before),
-            history=tuple(self._evidence.history(row, history)),
+            history=tuple(self._history(row)),
             affected=self._evidence.spread(origin.rank, origin.incident.first_step),
             contained=(*finding.dismissed, *(like for like, _ in healthy))[:_MOST_CONTAINED],
             fates={**{like.seq: _harmless_fate(like, n) for like, n in healthy}, **finding.fates},
             candidates=candidates_for(
-                finding, [other.finding for other in origins[1:]], self._run.infos, self._gap(row)
+                finding,
+                [other.finding for other in origins[1:]],
+                self._run.infos,
+                self._gap(row),
+                watched=self._evidence.is_watched(row.rank, row.step),
             ),
             incidents=tuple(summaries),
             hints=hints_for(finding, module.type if module else None, explanation.birth),
@@ -164,7 +170,7 @@ class _Inquiry:
         scene = Scene(self._evidence.scene(last), self._roots, self._modules.keys(), until=last.seq)
         if not scene.bad:
             return Finding(Cause.LOSS_SCALE, last, last)
-        state = self._evidence.bad_state_before(last.rank, scene.rows[0].seq)
+        state = self._evidence.bad_state_before(scene.rows[0])
         starts = [row for row in scene.bad if row.phase == "input" and row.tensor in ("param", "buffer")]
         background = Background(self._tolerance(last), (*state, *starts))
         finding = find_cause(scene, background)
@@ -227,6 +233,16 @@ class _Inquiry:
         outputs = [later for later in rest if later.tensor == "output"]
         return after.phase == "input" and not any(map(is_bad, outputs[-1:]))
 
+    def _history(self, row: Record) -> list[Record]:
+        """Return the same boundary in the steps just before, or in those before that were captured in full."""
+        found = self._evidence.history(row, self._timeline.previous_steps(row.rank, row.step, _HISTORY_STEPS))
+        if len(found) == _HISTORY_STEPS or not self._evidence.watched_steps:
+            return found
+        before = reversed(self._timeline.previous_steps(row.rank, row.step, row.step))
+        full = list(islice((step for step in before if not self._evidence.is_watched(row.rank, step)), _HISTORY_STEPS))
+        earlier = self._evidence.history(row, full)
+        return sorted({one.seq: one for one in [*found, *earlier]}.values(), key=lambda one: one.seq)[-_HISTORY_STEPS:]
+
     def _gap(self, row: Record) -> tuple[int, int] | None:
         """Return the steps just before ``row``'s that were not recorded, first and last."""
         earlier = self._timeline.previous_steps(row.rank, row.step, 1)
@@ -257,7 +273,7 @@ class _Inquiry:
             tuple(run.missing),
             modules=len(self._modules),
             records=sum(info.records for info in run.infos),
-            last_step=max((step for steps in self._timeline.steps.values() for step in steps), default=None),
+            last_step=max((steps[-1] for steps in self._timeline.steps.values()), default=None),
         )
 
 

@@ -22,7 +22,8 @@ CASE
     ELSE finite
 END;
 
--- The norm of all gradients, as clip_grad_norm_ would see it: nan or inf as soon as one element is.
+-- The norm of all gradients, as clip_grad_norm_ would see it: nan or inf as soon as one element is. A watched step has
+-- it in a row of its own.
 CREATE VIEW steps AS
 WITH last_grads AS (
     SELECT rank, step, module, path, arg_max(norm, seq) AS norm
@@ -43,13 +44,14 @@ scalars AS (
     SELECT
         rank,
         step,
+        arg_max(value, seq) FILTER (WHERE tensor = 'grad_norm') AS grad_norm,
         arg_max(value, seq) FILTER (WHERE tensor = 'loss') AS loss,
         arg_min(value, seq) FILTER (WHERE tensor = 'lr') AS lr,
         arg_max(value, seq) FILTER (WHERE tensor = 'loss_scale') AS loss_scale
     FROM (
         SELECT rank, step, seq, tensor, scalar_value(nan_count, posinf_count, neginf_count, max) AS value
         FROM records
-        WHERE tensor IN ('loss', 'lr', 'loss_scale')
+        WHERE tensor IN ('loss', 'lr', 'loss_scale', 'grad_norm')
     )
     GROUP BY rank, step
 ),
@@ -64,7 +66,10 @@ counts AS (
         count(*) FILTER (WHERE nan_count > 0) AS nan_records,
         count(*) FILTER (WHERE posinf_count > 0) AS posinf_records,
         count(*) FILTER (WHERE neginf_count > 0) AS neginf_records,
-        count(*) FILTER (WHERE phase = 'event' AND tensor = 'skip') > 0 AS skipped
+        count(*) FILTER (WHERE phase = 'event' AND tensor = 'skip') > 0 AS skipped,
+        -- A watched step has a norm of its gradients; one without a backward pass has nothing of these either.
+        count(*) FILTER (WHERE tensor IN ('input', 'grad_output', 'grad')) > 0
+        AND count(*) FILTER (WHERE tensor = 'grad_norm') = 0 AS in_full
     FROM records
     -- Records are of boundaries; rows of single operations (replay, op-level capture) are not counted.
     WHERE op IS NULL
@@ -74,13 +79,14 @@ SELECT
     counts.rank,
     counts.step,
     counts.time,
+    CASE WHEN counts.in_full THEN 'full' ELSE 'watched' END AS level,
     counts.micro_steps::INTEGER AS micro_steps,
     counts.records,
     counts.nan_records,
     counts.posinf_records,
     counts.neginf_records,
     scalars.loss,
-    grad_norms.grad_norm,
+    coalesce(scalars.grad_norm, grad_norms.grad_norm) AS grad_norm,
     scalars.lr,
     scalars.loss_scale,
     counts.skipped

@@ -2,6 +2,8 @@
 
 Whatever ``Journal.append`` has returned from is with the operating system and survives the death of the
 process. The last message of a journal may be cut off; ``read_journal`` reads what stands before it.
+
+Writing is in the training's way, so a journal has the rows as they come; what is made of them is the reader's work.
 """
 
 from __future__ import annotations
@@ -12,8 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from gradtrace.trace.arrow import ARROW_SCHEMA
+
+_SINGLE = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+"""Types whose norm has the precision of a float32: it is the sum of that many squares in float32, or its root."""
+
+_REST = 52 - 23
+"""Bits by which the fraction of a float64 is longer."""
 
 
 class Journal:
@@ -81,4 +90,20 @@ def read_journal(path: Path) -> pa.Table:
             batches.extend(stream)
     except (pa.ArrowException, OSError):
         pass  # The step in flight: the end of the data, within a message.
-    return pa.Table.from_batches(batches, ARROW_SCHEMA)
+    return _with_short_norms(pa.Table.from_batches(batches, ARROW_SCHEMA))
+
+
+def _with_short_norms(table: pa.Table) -> pa.Table:
+    """Round norms to the precision that they have: 29 bits of noise less a row, and nothing that is compared.
+
+    Only the fraction is rounded. A norm beyond the range of float32 stays what it is.
+    """
+    if not table.num_rows:
+        return table
+    compute: Any = pc  # Its stubs refuse a Python value where the functions take one.
+    norm: Any = pa.concat_arrays(table["norm"].chunks)
+    rounded = compute.bit_wise_and(compute.add(norm.view(pa.int64()), 1 << (_REST - 1)), -1 << _REST)
+    single = compute.is_in(table["dtype"].cast(pa.string()), value_set=pa.array(_SINGLE))
+    return table.set_column(
+        ARROW_SCHEMA.get_field_index("norm"), "norm", compute.if_else(single, rounded.view(pa.float64()), table["norm"])
+    )

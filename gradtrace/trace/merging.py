@@ -23,27 +23,45 @@ MERGED_FILE = "merged.parquet.tmp"
 
 _FLOATS = [column.name for column in COLUMNS if column.type == "double"]
 # Everything but the measured values and the row numbers repeats itself and is best kept as a dictionary.
+# Level 3 takes 6-8 % off the default's bytes at its speed, level 9 another 4 % at half of it.
 _PARQUET: dict[str, Any] = {
     "compression": "zstd",
+    "compression_level": 3,
     "use_dictionary": [column.name for column in COLUMNS if column.name not in [*_FLOATS, "seq"]],
     "column_encoding": {"seq": "DELTA_BINARY_PACKED"} | dict.fromkeys(_FLOATS, "BYTE_STREAM_SPLIT"),
 }
 
 
-def encode(directory: Path, index: int) -> None:
-    """Turn journal ``index`` into a Parquet part."""
+def encode(directory: Path, index: int) -> pa.Table:
+    """Turn journal ``index`` into a Parquet part and return its rows."""
     journal = journal_file(directory, index)
-    part = part_of(journal)
-    temporary = part.with_suffix(".tmp")
-    pq.write_table(read_journal(journal).unify_dictionaries(), temporary, row_group_size=ROWS_PER_GROUP, **_PARQUET)
-    temporary.replace(part)
+    table = read_journal(journal)
+    write_part(part_of(journal), table)
     journal.unlink()
+    return table
+
+
+def write_part(path: Path, table: pa.Table) -> None:
+    """Put a part at ``path``, or another one in its place; whoever looks finds the old one or the new, whole."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        pq.write_table(table.unify_dictionaries(), temporary, row_group_size=ROWS_PER_GROUP, **_PARQUET)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_part(path: Path) -> pa.Table:
+    """Return the rows of a part."""
+    return pa.concat_tables([ARROW_SCHEMA.empty_table(), *_groups(path)])
 
 
 def merge(directory: Path, target: Path, info: RunInfo) -> None:
     """Write all pieces of ``directory`` as one Parquet file and put it at ``target``.
 
-    The pieces stay as they are. Memory is bounded by one piece.
+    The pieces stay as they are until the file is whole, so for that moment the disk holds the run twice. Memory is
+    bounded by one piece.
 
     Raises:
         ValueError: the rows are not in the order of ``seq``.
@@ -66,10 +84,14 @@ def _tables(files: Iterable[Path]) -> Iterator[pa.Table]:
     for file in files:
         if file.suffix == ".arrow":
             yield read_journal(file)
-            continue
-        with pq.ParquetFile(file) as part:
-            for group in range(part.num_row_groups):
-                yield part.read_row_group(group).cast(ARROW_SCHEMA)
+        else:
+            yield from _groups(file)
+
+
+def _groups(file: Path) -> Iterator[pa.Table]:
+    with pq.ParquetFile(file) as part:
+        for group in range(part.num_row_groups):
+            yield part.read_row_group(group).cast(ARROW_SCHEMA)
 
 
 def _regrouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:

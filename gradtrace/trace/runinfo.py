@@ -42,8 +42,11 @@ class RunInfo:
 
     ``end`` says how the run ended: ``running`` while it is recorded, then ``completed``, ``exit N``,
     ``exception NAME``, ``signal NAME``, or ``tracer failed: ...`` when recording stopped before the training
-    did. ``unmeasured`` counts, by reason, boundaries that were seen but could not be measured or never
-    fired. ``config`` holds the options of the recording. Times are ISO 8601, UTC.
+    did. ``unmeasured`` counts, by reason, boundaries that were seen but could not be measured or never fired. Of the
+    ``steps``, ``captured`` were captured in full. ``config`` holds the options of the recording. ``thinned`` is empty
+    unless older steps were thinned to stay within the limit on disk; then it has ``first_step``, ``last_step`` and
+    ``every``: of these steps those whose number it divides are kept in full, and those around incidents. Times are
+    ISO 8601, UTC.
     """
 
     run_id: str
@@ -66,6 +69,7 @@ class RunInfo:
     modules: list[ModuleInfo] = field(default_factory=list)
     unmeasured: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    thinned: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the document that ``from_json`` reads."""

@@ -1,17 +1,19 @@
 """``RunWriter``: writes a run as it goes, so that death at any moment costs at most the step in flight.
 
 Rows go into a journal first (``journal.py``); full journals become Parquet parts in the background, and
-``finish`` merges everything into one file (``merging.py``). Where it all stands is ``place.py``'s.
+``finish`` merges everything into one file (``merging.py``). Where it all stands is ``place.py``'s, how it is kept
+within its limit ``shelf.py``'s.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import shutil
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -22,16 +24,27 @@ import pyarrow.compute as pc
 from gradtrace.errors import CaptureError
 from gradtrace.trace.journal import Journal
 from gradtrace.trace.merging import encode, merge
-from gradtrace.trace.parts import INFO_FILE, journal_file
+from gradtrace.trace.parts import INFO_FILE, journal_file, part_of
 from gradtrace.trace.place import Existing, claim
 from gradtrace.trace.process import this_process
 from gradtrace.trace.runinfo import RunInfo
+from gradtrace.trace.shelf import Shelf, Thinned
+
+MAX_BYTES = 2_000_000_000
+"""What a run may take on disk unless it is told otherwise."""
 
 _JOURNAL_BYTES = 64 * 2**20
-"""A journal of many small steps is closed at this size even if its rows are few."""
+"""A journal of many small steps is closed at this size even if its rows are few, and at ..."""
+
+_JOURNAL_SHARE = 1 / 64
+_SMALL_JOURNAL = 64_000
+"""... this share of what the run may take, but not below this size: a row in a journal is ten times as long."""
 
 _WAITING_JOURNALS = 2
 """Closed journals that may wait for the encoder before ``write`` waits for it."""
+
+_RESERVE = 1 / 4
+"""With a limit so low that all these would take more than this share of it, none may wait."""
 
 
 class RunWriter:
@@ -39,7 +52,20 @@ class RunWriter:
 
     ``path`` is where the finished file will be, ``run_path`` what a user names to read the run (for several
     ranks the directory that holds the files of all), ``moved_to`` where an older run of that name went.
-    ``bytes_written`` counts the bytes of the rows so far, and after ``finish`` is the size of the file.
+    ``bytes_written`` counts the bytes of the rows so far, and after ``finish`` is the size of the file. ``rows`` is the
+    number of rows there are.
+
+    **What the run takes on disk is bounded.** When it would exceed ``max_bytes``, older steps that were captured in
+    full are thinned to what a watched step has: losses, learning rates, loss scales, outputs of outermost modules,
+    events, everything non-finite, the state that the run started with, and the norm of the gradients. Each 2^k-th step
+    stays in full, k being as small as suffices. The newest fifth of the bytes is never thinned, nor are the steps
+    within ten of a protected one (``protect``) or of one that holds rows of operations or the event of an incident, as
+    long as these take no more than three tenths: then those around the first incident stay, and around the latest.
+    When a run is so long that this does not suffice, of all but each 2^j-th step losses and events alone stay. These
+    are never dropped, so the limit has to have room for them, and for some tens of steps in full: a megabyte at least.
+
+    The limit is that of the recording: ``finish`` writes all parts into one file before it removes them, and for this
+    moment the disk holds the run twice. Where there is no room for that, the run stays readable in its parts.
 
     In a forked child every method does nothing.
     """
@@ -51,8 +77,13 @@ class RunWriter:
         *,
         existing: Existing = "refuse",
         rows_per_part: int = 262_144,
+        max_bytes: int | None = MAX_BYTES,
+        on_thinned: Callable[[str], None] = lambda sentence: None,
     ) -> None:
         """Take the place at ``path``, which from then on reads as a run without rows.
+
+        ``max_bytes`` limits what it takes on disk; None or 0 is no limit. ``on_thinned`` is told in one sentence, once,
+        when steps have been thinned for that; it is called in the thread that writes.
 
         Raises:
             RunExistsError: an older run is there and ``existing`` is "refuse", or it is still being recorded.
@@ -66,6 +97,12 @@ class RunWriter:
         self._process = this_process()
         self._pid = os.getpid()
         self._rows_per_part = rows_per_part
+        self._info = info
+        self._max_bytes = max_bytes or None
+        self._shelf = Shelf(self._parts, self._max_bytes, rows_per_part)
+        self.on_thinned = on_thinned
+        self._told: Thinned | None = None
+        self._largest_step = 0
         self._rows = 0
         self._updates = 0
         self._last_seq = -1
@@ -91,7 +128,8 @@ class RunWriter:
         if self._closed:
             raise ValueError("write to a run that is closed")
         self._check_order(batch)
-        self._wait_for_encoder(_WAITING_JOURNALS)
+        self._wait_for_encoder(self._may_wait)
+        self._tell_what_was_thinned()
         self._append(batch)
         if self._journal_is_full():
             self._hand_over()
@@ -100,11 +138,23 @@ class RunWriter:
         """Replace what is known of the run."""
         if self._in_child() or self._closed:
             return
-        values = json.loads(self._counted(info).to_json()) | {"process": self._process}
+        self._info = info
+        self._shelf.roots = {module.name for module in info.modules if module.root}
+        values = json.loads(self.counted(info).to_json()) | {"process": self._process}
         self._updates += 1  # A signal handler's update may come in the middle of this one.
         temporary = self._parts / f"{INFO_FILE}.{self._updates}.tmp"
         temporary.write_text(json.dumps(values, allow_nan=False))
         temporary.replace(self._parts / INFO_FILE)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows that the run holds."""
+        return self._rows - self._shelf.removed
+
+    def protect(self, step: int) -> None:
+        """Never thin ``step``, nor those within ten of it."""
+        if not self._in_child():
+            self._shelf.protection.add(step)
 
     def finish(self, info: RunInfo) -> None:
         """Turn the run into one Parquet file; a second call does nothing.
@@ -119,7 +169,8 @@ class RunWriter:
         if self._journal is not None:
             self._journal.close()
         self._encoder.shutdown()  # A part that failed has left its journal, which is merged as well.
-        merge(self._parts, self.path, self._counted(info))
+        self._tell_what_was_thinned()
+        merge(self._parts, self.path, self.counted(info))
         self.bytes_written = self.path.stat().st_size
         shutil.rmtree(self._parts, ignore_errors=True)
 
@@ -151,7 +202,9 @@ class RunWriter:
         self._journal = journal
         self._rows += batch.num_rows
         self._last_seq = batch["seq"][-1].as_py()
-        self.bytes_written += journal.bytes - before
+        size = journal.bytes - before
+        self._largest_step = max(self._largest_step, size)
+        self.bytes_written += size
 
     def _next_journal(self) -> Journal:
         journal = Journal(journal_file(self._parts, self._journals))
@@ -162,7 +215,11 @@ class RunWriter:
         journal = self._journal
         if journal is None:
             return False
-        return journal.rows >= self._rows_per_part or journal.bytes >= _JOURNAL_BYTES
+        return journal.rows >= self._rows_per_part or journal.bytes >= self._most_in_journal
+
+    @property
+    def _most_in_journal(self) -> float:
+        return min(_JOURNAL_BYTES, max((self._max_bytes or math.inf) * _JOURNAL_SHARE, _SMALL_JOURNAL))
 
     def _hand_over(self) -> None:
         """Close the journal and have it encoded in the background."""
@@ -170,7 +227,32 @@ class RunWriter:
         assert journal is not None
         journal.close()
         with suppress(RuntimeError):  # An interpreter that exits starts no thread; ``finish`` merges journals too.
-            self._encoding.append(self._encoder.submit(encode, self._parts, self._journals - 1))
+            self._encoding.append(self._encoder.submit(self._encode, self._journals - 1))
+
+    def _encode(self, index: int) -> None:
+        """In the background: turn a journal into a part, and see to it that the run fits."""
+        table = encode(self._parts, index)
+        self._shelf.add(part_of(journal_file(self._parts, index)), index, table)
+        self._shelf.fit(self._bytes_in_journals(self._may_wait))
+
+    @property
+    def _may_wait(self) -> int:
+        fits = self._bytes_in_journals(_WAITING_JOURNALS) <= (self._max_bytes or math.inf) * _RESERVE
+        return _WAITING_JOURNALS if fits else 0
+
+    def _bytes_in_journals(self, waiting: int) -> float:
+        """Return what journals may take: those that wait, the one being encoded and the one being written."""
+        return (waiting + 2) * (self._most_in_journal + self._largest_step)
+
+    def _tell_what_was_thinned(self) -> None:
+        """Say it once, and let those who read the run know how far it has come."""
+        done = self._shelf.thinned
+        if done is None or done == self._told:
+            return
+        first_time, self._told = self._told is None, done
+        self.update(self._info)
+        if first_time:
+            self.on_thinned(_in_words(done, self._max_bytes))
 
     def _wait_for_encoder(self, allowed: int) -> None:
         """Raise what went wrong in the background, and wait while more than ``allowed`` journals wait."""
@@ -183,11 +265,33 @@ class RunWriter:
         if descends or seq[0].as_py() <= self._last_seq:
             raise ValueError("rows must come in the order of seq")
 
-    def _counted(self, info: RunInfo) -> RunInfo:
-        return dataclasses.replace(info, records=self._rows)
+    def counted(self, info: RunInfo) -> RunInfo:
+        """Return the facts with what the writer knows: how many rows there are, and which steps were thinned."""
+        done = self._shelf.thinned
+        if done is None:
+            return dataclasses.replace(info, records=self.rows)
+        return dataclasses.replace(
+            info,
+            records=self.rows,
+            captured=max(info.captured - self._shelf.no_longer_full, 0),
+            thinned={"first_step": done.first_step, "last_step": done.last_step, "every": done.plan.full},
+            notes=[*info.notes, _in_words(done, self._max_bytes)],
+        )
 
     def _in_child(self) -> bool:
         return os.getpid() != self._pid
+
+
+def _in_words(done: Thinned, max_bytes: int | None) -> str:
+    first, last, plan = done.first_step, done.last_step, done.plan
+    limit = max_bytes or 0
+    size = f"{limit / 1e9:g} GB" if limit >= 1e9 else f"{limit / 1e6:g} MB"
+    words = f"to stay within {size}, steps {first} to {last} were thinned: "
+    words += f"of these one in {plan.full} is kept in full, and those around incidents"
+    rest = "of the others losses, learning rates, gradient norms, the model's outputs and what is not finite"
+    if plan.watched > 1:
+        rest = f"of the others one in {plan.watched} as a watched step, and all losses"
+    return f"{words}; {rest}"
 
 
 @contextmanager

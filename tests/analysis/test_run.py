@@ -328,11 +328,11 @@ def test_the_steps_view(run):
     rows = both(run, "SELECT * EXCLUDE (time) FROM steps ORDER BY step")
     assert repr(rows) == repr(
         [
-            (0, 0, 2, 9, 1, 1, 1, 4.0, math.nan, 0.1, 65536.0, False),
-            (0, 1, 1, 1, 1, 0, 0, math.nan, None, None, None, True),
-            (0, 2, 1, 1, 0, 0, 1, -math.inf, None, None, None, False),
-            (0, 3, 1, 1, 0, 1, 0, math.inf, None, None, None, False),
-            (0, 4, 1, 1, 0, 0, 0, None, None, None, None, False),
+            (0, 0, "full", 2, 9, 1, 1, 1, 4.0, math.nan, 0.1, 65536.0, False),
+            (0, 1, "watched", 1, 1, 1, 0, 0, math.nan, None, None, None, True),
+            (0, 2, "watched", 1, 1, 0, 0, 1, -math.inf, None, None, None, False),
+            (0, 3, "watched", 1, 1, 0, 1, 0, math.inf, None, None, None, False),
+            (0, 4, "watched", 1, 1, 0, 0, 0, None, None, None, None, False),
         ]
     )
     assert both(run, "SELECT DISTINCT time FROM steps") == [(TIME.replace(tzinfo=None),)]
@@ -340,6 +340,7 @@ def test_the_steps_view(run):
         "rank",
         "step",
         "time",
+        "level",
         "micro_steps",
         "records",
         "nan_records",
@@ -351,6 +352,44 @@ def test_the_steps_view(run):
         "loss_scale",
         "skipped",
     ]
+
+
+def test_a_watched_step_has_the_last_norm_of_its_gradients(tmp_path):
+    scalar = {"shape": "[]", "numel": 1, "nan_count": 0, "posinf_count": 0, "neginf_count": 0}
+    rows = [
+        Record(0, 0, "input", "input", ""),
+        Record(0, 1, "backward", "grad", "a", "weight", norm=3.0, nan_count=0),
+        Record(0, 2, "backward", "grad", "a", "bias", norm=4.0, nan_count=0),
+        Record(1, 3, "loss", "loss", max=2.0, nan_count=0),
+        Record(1, 4, "backward", "grad_norm", min=6.0, max=6.0, norm=6.0, **scalar),
+        Record(1, 5, "backward", "grad_norm", micro_step=1, min=7.0, max=7.0, norm=7.0, **scalar),
+        Record(2, 6, "backward", "grad", "a", "bias", nan_count=1),
+        Record(2, 7, "backward", "grad_norm", **(scalar | {"nan_count": 1})),
+        Record(3, 8, "backward", "grad_norm", **(scalar | {"posinf_count": 1})),
+    ]
+    with open_run(write_run(tmp_path / "run.parquet", rows)) as opened:
+        found = opened.sql("SELECT step, level, loss, grad_norm FROM steps").rows
+        assert repr(found) == repr(
+            [
+                (0, "full", None, 5.0),
+                (1, "watched", 2.0, 7.0),
+                (2, "watched", None, math.nan),
+                (3, "watched", None, math.inf),
+            ]
+        )
+        assert (opened.steps, opened.captured) == (4, 1)
+        assert opened.sql("SELECT count(*) FROM grads").rows == [(3,)]
+
+
+def test_a_run_without_watched_steps_was_captured_in_full(tmp_path):
+    with open_run(write_run(tmp_path / "run.parquet", ROWS)) as opened:
+        assert (opened.steps, opened.captured) == (5, 5)
+
+
+def test_a_thinned_run_says_what_is_missing(tmp_path):
+    thinned = {"first_step": 3, "last_step": 90, "every": 4}
+    with open_run(write_run(tmp_path / "run.parquet", ROWS, thinned=thinned)) as opened:
+        assert opened.missing == ["steps 3 to 90 were thinned to save space: one in 4 is in full, or near incidents"]
 
 
 def test_params_grads_and_events(run):

@@ -8,7 +8,7 @@ import pytest
 from traces import write_run
 
 from gradtrace.analysis.run import open_run
-from gradtrace.analysis.summary import ModuleLine, StepLine, by_module, by_step, by_type
+from gradtrace.analysis.summary import Course, ModuleLine, StepLine, by_module, by_step, by_type, courses
 from gradtrace.trace.runinfo import ModuleInfo
 from gradtrace.trace.schema import Record
 
@@ -110,6 +110,7 @@ def test_a_line_a_step(run):
     assert lines[1] == StepLine(
         rank=0,
         step=1,
+        level="full",
         records=10,
         loss=2.0,
         grad_norm=pytest.approx(math.sqrt(10**2 + 2**2)),
@@ -122,6 +123,64 @@ def test_a_line_a_step(run):
         skipped=False,
     )
     assert [line.nan for line in lines] == [0, 0, 0, 1]
+
+
+def test_a_step_with_one_pass_has_the_same_norms_by_the_short_way(tmp_path):
+    rows = [
+        row._replace(micro_step=0, seq=number)
+        for number, row in enumerate(row for step in range(4) for row in step_rows(step) if row.norm != 50.0)
+    ]
+    with open_run(write_run(tmp_path / "run.parquet", rows, modules=MODULES)) as run:
+        lines = by_module(run)
+    assert lines[2].grad_norms == [5.0, 10.0, 15.0, 20.0]
+    assert lines[4].grad_norms == [1.0, 2.0, 3.0, 4.0]
+    assert (lines[2].grad_norm, lines[4].grad_norm) == (20.0, 4.0)
+
+
+def test_several_losses_in_one_micro_step_are_several_passes(tmp_path):
+    grad = {"phase": "backward", "tensor": "grad", "module": "head", "path": "weight"}
+    rows = [
+        Record(0, 0, "loss", "loss", max=1.0),
+        Record(0, 1, norm=30.0, **grad),
+        Record(0, 2, "loss", "loss", max=1.0),
+        Record(0, 3, norm=4.0, **grad),
+    ]
+    with open_run(write_run(tmp_path / "run.parquet", rows, modules=MODULES)) as run:
+        assert by_module(run)[4].grad_norm == 4.0
+
+
+def test_watched_steps_show_their_loss_and_the_norm_of_their_gradients(tmp_path):
+    norm = {"shape": "[]", "numel": 1, "nan_count": 0, "posinf_count": 0, "neginf_count": 0}
+    watched = [
+        Record(4, 40, "forward", "output", "", norm=2.0, min=0.0, max=2.0),
+        Record(4, 41, "loss", "loss", max=0.5, nan_count=0),
+        Record(4, 42, "backward", "grad_norm", min=8.0, max=8.0, norm=8.0, **norm),
+    ]
+    rows = [row for step in range(4) for row in step_rows(step)] + watched
+    with open_run(write_run(tmp_path / "run.parquet", rows, modules=MODULES)) as run:
+        last = by_step(run)[-1]
+        assert [line.grad_norms[-1] for line in by_module(run)] == [None] * 5
+        course = courses(run)
+    assert course["loss"] == Course([1.0, 2.0, 3.0, 4.0, 0.5], last=0.5)
+    totals = [math.hypot(5 * scale, scale) for scale in (1, 2, 3, 4)]
+    assert course["grad_norm"] == Course([*map(pytest.approx, totals), 8.0], last=8.0)
+    assert (last.step, last.level, last.loss, last.grad_norm, last.max_output) == (4, "watched", 0.5, 8.0, 2.0)
+    assert (last.max_grad, last.max_param, last.records) == (None, None, 3)
+
+
+def test_a_course_shows_what_is_not_finite_and_the_size_of_a_negative_loss(tmp_path):
+    rows = [
+        Record(0, 0, "loss", "loss", max=-3.0),
+        Record(0, 1, "backward", "grad", "head", "weight", nan_count=1),
+        Record(1, 2, "loss", "loss", posinf_count=1),
+        Record(1, 3, "backward", "grad_norm", posinf_count=1),
+        Record(2, 4, "loss", "loss", max=-7.0),
+        Record(2, 5, "loss", "loss", max=-2.0),
+    ]
+    with open_run(write_run(tmp_path / "run.parquet", rows)) as run:
+        found = courses(run)
+    assert repr(found["loss"]) == repr(Course([3.0, math.inf, 7.0], last=-2.0))
+    assert repr(found["grad_norm"]) == repr(Course([math.nan, math.inf, None], last=math.inf))
 
 
 def test_many_steps_make_a_series_of_a_bounded_number_of_points(tmp_path):

@@ -64,6 +64,17 @@ def test_a_line_a_module_under_a_heading(run):
     assert (result.stderr, result.exit_code) == ("", 0)
 
 
+def test_the_heading_counts_the_steps_that_were_captured_in_full(tmp_path):
+    watched = [Record(step, 9 + step, "backward", "grad_norm", max=3.0, nan_count=0) for step in range(3, 7)]
+    path = write_run(tmp_path / "run.parquet", [*rows(), *watched], modules=MODULES)
+    lines = invoke(str(path)).stdout.splitlines()
+    assert lines[1] == "7 steps, 3 captured in full, 3 modules, 13 records, completed"
+    assert (
+        lines[2] == "grad norm  ▁█!▄▄▄▄  last 3"
+    )  # 1, 10, NaN, and 3 four times, in the middle of a logarithmic scale
+    assert lines[3] == ""
+
+
 def test_sort_puts_the_largest_first(run):
     names = [line["module"] for line in json.loads(invoke(run, "--sort", "inf", "-f", "json").stdout)]
     assert names == ["head", "", LONG]

@@ -35,6 +35,14 @@ def test_an_incident_lasts_until_a_step_is_finite_throughout() -> None:
     assert _found(finder) == [(2, 3, ["loss"], True), (6, 6, ["loss"], False)]
 
 
+def test_the_norm_of_all_gradients_does_not_matter_beside_the_gradients() -> None:
+    finder = IncidentFinder(["", "fc"])
+    norm = _row(0, "backward", "grad_norm", None, nan_count=1)
+    assert not finder.add_step(0, [norm])
+    assert finder.add_step(1, [norm, _grad(1)])
+    assert _found(finder) == [(1, 1, ["grad"], False)]
+
+
 def test_reached_lists_each_kind_once_in_the_order_of_seq() -> None:
     finder = IncidentFinder([""])
     finder.add_step(0, [_grad(0, seq=9), _loss(0, seq=4)])

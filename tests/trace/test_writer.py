@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import textwrap
@@ -20,6 +21,7 @@ from gradtrace.trace import merging
 from gradtrace.trace import writer as writer_module
 from gradtrace.trace.arrow import ARROW_SCHEMA, batch_of_records
 from gradtrace.trace.journal import Journal, read_journal
+from gradtrace.trace.parts import pieces
 from gradtrace.trace.runinfo import METADATA_KEY, RunInfo
 from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
@@ -141,6 +143,55 @@ def test_every_row_is_with_the_operating_system_when_write_returns(tmp_path):
         assert read_journal(journal).num_rows == 3 * (step + 1)
         assert writer.bytes_written == journal.stat().st_size
     writer.finish(COMPLETED)
+
+
+def test_norms_are_kept_to_the_precision_that_they_have(tmp_path):
+    third = 1 / 3
+    kinds = ["float32", "bfloat16", "float64", "int64", None]
+    rows = [Record(0, n, "forward", "output", dtype=kind, norm=third) for n, kind in enumerate(kinds)]
+    outside = [5e300, 1e-300, 0.0, None, 2.0**-149, 65504.0]
+    rows += [Record(0, 10 + n, "forward", "output", dtype="float32", norm=value) for n, value in enumerate(outside)]
+    writer = RunWriter(tmp_path / "run.parquet", RunInfo("r"))
+    writer.write(batch_of_records(rows))
+    in_the_journal = read_norms(tmp_path / "run.parquet")
+    writer.finish(COMPLETED)
+    found = read_norms(tmp_path / "run.parquet")
+    assert found == in_the_journal
+    single = struct.unpack("f", struct.pack("f", third))[0]
+    assert single != third
+    assert found[: len(kinds)] == [single, single, third, third, third]
+    rounded = found[len(kinds) :]
+    assert rounded == [pytest.approx(value, rel=2**-24) if value else value for value in outside]
+    assert [value == exact for value, exact in zip(rounded, outside, strict=True)] == [False, False, *[True] * 4]
+
+
+def read_norms(path: Path) -> list[float | None]:
+    with open_run(path) as run:
+        return [norm for (norm,) in run.execute("SELECT norm FROM records ORDER BY seq").fetchall()]
+
+
+def test_a_joined_part_counts_before_what_was_put_into_it(tmp_path):
+    names = [
+        "part-000000.parquet",
+        "journal-000001.arrow",  # has just been encoded
+        "part-000001.parquet",
+        "part-000002-000005.parquet",
+        "part-000002-000003.parquet",  # what the last one was made of
+        "part-000004.parquet",
+        "part-000005.parquet",
+        "part-000006.tmp",
+        "part-000008.parquet",
+        "journal-000009.arrow",
+    ]
+    for name in names:
+        (tmp_path / name).touch()
+    assert [path.name for path in pieces(tmp_path)] == [
+        "part-000000.parquet",
+        "part-000001.parquet",
+        "part-000002-000005.parquet",
+        "part-000008.parquet",
+        "journal-000009.arrow",
+    ]
 
 
 def test_update_replaces_the_facts(tmp_path):
