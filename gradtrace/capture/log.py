@@ -10,7 +10,7 @@ import threading
 from datetime import datetime, timezone
 
 from gradtrace.capture.rows import Rows
-from gradtrace.capture.session import Session
+from gradtrace.capture.session import Session, warn
 from gradtrace.trace.incident import IncidentFinder
 from gradtrace.trace.runinfo import RunInfo
 from gradtrace.trace.schema import Record
@@ -22,6 +22,7 @@ class StepLog:
 
     def __init__(self, session: Session, writer: RunWriter, info: RunInfo) -> None:
         self.writer = writer
+        writer.on_thinned = warn
         self.closed = False
         self.busy = False
         """Whether rows are being handed over: a signal handler must not hand over others then."""
@@ -115,7 +116,10 @@ class StepLog:
         if self._current is None:
             return
         self._root_names.update(root.name for root in self._session.names.roots)
-        self._finder.add_step(self._current, self._matters, skipped=self._skipped)
+        if self._finder.add_step(self._current, self._matters, skipped=self._skipped):
+            # Ten skips in a row are an incident that began with the first of them.
+            self.writer.protect(self._finder.incidents[-1].first_step)
+            self.writer.protect(self._current)
         self._matters, self._skipped = [], False
 
     def complete_info(self) -> None:
@@ -141,3 +145,5 @@ class StepLog:
             self.writer.close_parts(self._info)
         else:
             self.writer.finish(self._info)
+        counted = self.writer.counted(self._info)
+        self._info.records, self._info.captured = counted.records, counted.captured

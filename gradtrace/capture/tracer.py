@@ -236,7 +236,7 @@ class Tracer:
                 refuse_in_place(model)
             names.add_root(unwrapped(model), label)
         self.info.started = _now().isoformat()
-        writer = RunWriter(self._path, self.info, existing=self._existing)
+        writer = RunWriter(self._path, self.info, existing=self._existing, max_bytes=self._options.max_size)
         if self.info.world_size == 1:
             self._session.guarded(clear_the_way)(self._path, writer.moved_to)
         self._log = self._steps.log = StepLog(self._session, writer, self.info)
