@@ -62,15 +62,14 @@ def test_a_streak_of_skipped_steps_is_protected_from_its_first_step_on(tmp_path:
     assert sorted(set(protected)) == [2, 11, 12, 13]
 
 
-def test_a_run_beyond_its_limit_is_thinned_with_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_beyond_its_limit_is_thinned_with_a_warning(tmp_path: Path) -> None:
     limit, steps = 400_000, 250
-    monkeypatch.setitem(RunWriter.__init__.__kwdefaults__, "max_bytes", limit)
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)], nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     torch.manual_seed(0)
     with (
         pytest.warns(GradtraceWarning, match=r"to stay within 0.4 MB, steps 1 to \d+ were thinned") as caught,
-        Tracer(model, tmp_path / "run.parquet") as tracer,
+        Tracer(model, tmp_path / "run.parquet", max_size=limit) as tracer,
     ):
         for _ in range(steps):
             optimizer.zero_grad()
@@ -91,13 +90,12 @@ def test_a_run_beyond_its_limit_is_thinned_with_a_warning(tmp_path: Path, monkey
         assert starts == [(42,)]
 
 
-def test_the_norm_of_a_thinned_step_is_that_of_its_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(RunWriter.__init__.__kwdefaults__, "max_bytes", 400_000)
+def test_the_norm_of_a_thinned_step_is_that_of_its_gradients(tmp_path: Path) -> None:
     model = nn.Sequential(*[nn.Linear(3, 3) for _ in range(20)], nn.Linear(3, 1))
     torch.manual_seed(1)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     truth = []
-    with pytest.warns(GradtraceWarning), Tracer(model, tmp_path / "run.parquet"):
+    with pytest.warns(GradtraceWarning), Tracer(model, tmp_path / "run.parquet", max_size=400_000):
         for _ in range(250):
             optimizer.zero_grad()
             model(torch.randn(4, 3)).square().sum().backward()

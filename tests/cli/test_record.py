@@ -106,7 +106,7 @@ def test_a_recording_that_cannot_be_as_asked_ends_the_script_where_it_imports_to
     done = record(directory, IMPORTS_TORCH, STUB_FAILS="start:CaptureError")
 
     assert done.returncode == 2
-    assert "after" not in done.stdout
+    assert "after" not in done.stdout.splitlines()
     assert "stop" not in done.stdout
     assert done.stderr == "gradtrace: error: it went wrong\n"
 
