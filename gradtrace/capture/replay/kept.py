@@ -310,7 +310,10 @@ def _versions(modules: Iterable[nn.Module], found: Iterable[tuple[str, Tensor]])
     tensors = [tensor for _, tensor in found]
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
     tensors += [p for p in parameters if not nn.parameter.is_lazy(p)]
-    return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
+    try:
+        return [(tensor, tensor._version) for tensor in tensors]
+    except RuntimeError:  # an inference tensor has no version
+        return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
 def _autocast_state() -> Iterable[Autocast]:
