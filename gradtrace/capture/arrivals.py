@@ -90,8 +90,11 @@ class Arrivals:
         with quiet():
             for entry, parameter in self._session.names.tensors():
                 if entry.kind == "param" and _takes_gradients(parameter):
-                    known.add(id(parameter))
-                    self._hook(entry, parameter)
+                    key = id(parameter)
+                    known.add(key)
+                    arrival = self._arrivals.get(key)
+                    if arrival is None or not arrival.fits:
+                        self._hook(entry, parameter)
         for key in [key for key in list(self._arrivals) if key not in known]:
             self._drop(key)
 
@@ -108,11 +111,7 @@ class Arrivals:
         self._roots.clear()
 
     def _hook(self, entry: TensorEntry, parameter: Tensor) -> None:
-        arrival = self._arrivals.get(id(parameter))
-        if arrival is not None and arrival.fits:
-            return
-        if arrival is not None:
-            self._drop(id(parameter))
+        self._drop(id(parameter))  # one that does not fit any more
         root = entry.owner.root
         if self._session.names.parameter(parameter) is None:
             self._session.names.refresh(root)  # put into a module whose parameters have been named before

@@ -53,7 +53,7 @@ class GraphGradients:
     def call_returns(self, frame: Frame, outermost: Frame, outputs: Found) -> None:
         """Put hooks on the nodes over which the call's gradients enter and leave."""
         arrivals = self._made_here(frame, outputs)
-        if arrivals:
+        if arrivals and not (len(arrivals) == 1 and self._watch_layer(frame, outermost, arrivals)):
             self._watch(frame, outermost, arrivals)
         frame.input_edges = _NO_EDGES  # hooks hold the frame, and nothing may hold nodes
 
@@ -85,31 +85,47 @@ class GraphGradients:
         watched, self._watched = self._watched, []
         return sum(w.never_fired for w in watched)
 
+    def _watch_layer(self, frame: Frame, outermost: Frame, arrivals: Arrivals) -> bool:
+        """See both sides of a call that is a single node (a layer without modules inside, mostly) by one hook.
+
+        Return whether the call is one.
+        """
+        ((node, numbers),) = arrivals.items()
+        graph = self._thread.map
+        before = graph.visits
+        entrance = graph.only_entrance(node, frame.input_edges, frame.start) if frame.entry.selected else None
+        if entrance is None:
+            return False
+        self.visits += graph.visits - before
+        watched = outermost.watched or self._begin_to_watch(outermost)
+        sites = frame.sites
+        arriving = [(number, Place(frame, sites.grad_output[path], watched)) for number, path in numbers]
+        leaving = Place(frame, sites.grad_input[entrance.path], watched)
+        node.register_hook(functools.partial(self._hooks.on_passing, arriving, entrance.slot, leaving))
+        return True
+
     def _watch(self, frame: Frame, outermost: Frame, arrivals: Arrivals) -> None:
         graph = self._thread.map
         before = graph.visits
-        is_new = len(arrivals) == 1 and graph.is_new(next(iter(arrivals)))
         region = graph.region(list(arrivals), frame.input_edges, frame.start)
         self.visits += graph.visits - before
         selected = frame.entry.selected
         if not selected and frame.alive is None:
             return
-        watched = outermost.watched
-        if watched is None:
-            watched = outermost.watched = Watched()
-            if outermost.phase == "forward":
-                self._watched.append(watched)
-        # Of a call that is not selected what arrives is kept for a replay, and that is all.
-        entrances = region.entrances(frame.input_edges) if selected else []
-        if is_new and len(entrances) == 1 and entrances[0].source in arrivals:
-            self._watch_node(frame, watched, arrivals, entrances[0])
-            return
+        watched = outermost.watched or self._begin_to_watch(outermost)
         insides = self._watch_own_uses(region.own_uses)
         sites = frame.sites.grad_output
         for node, numbers in arrivals.items():
             places = [(n, Place(frame, sites[path], watched, insides.get((node, n)))) for n, path in numbers]
             graph.on_arrival(node, functools.partial(self._hooks.on_arrival, places))
-        self._watch_inputs(frame, watched, entrances, region.certain)
+        if selected:  # of other calls what arrives is kept for a replay, and that is all
+            self._watch_inputs(frame, watched, region.entrances(frame.input_edges), region.certain)
+
+    def _begin_to_watch(self, outermost: Frame) -> Watched:
+        watched = outermost.watched = Watched()
+        if outermost.phase == "forward":
+            self._watched.append(watched)
+        return watched
 
     def _made_here(self, frame: Frame, outputs: Found) -> Arrivals:
         arrivals: Arrivals = {}
@@ -126,14 +142,6 @@ class GraphGradients:
             if (node, number) not in frame.input_edges:
                 arrivals.setdefault(node, []).append((number, path))
         return arrivals
-
-    def _watch_node(self, frame: Frame, watched: Watched, arrivals: Arrivals, entrance: Entrance) -> None:
-        """See both sides of a call that is a single node (a layer without modules inside, mostly) by one hook."""
-        ((node, numbers),) = arrivals.items()
-        sites = frame.sites
-        arriving = [(number, Place(frame, sites.grad_output[path], watched)) for number, path in numbers]
-        leaving = Place(frame, sites.grad_input[entrance.path], watched)
-        node.register_hook(functools.partial(self._hooks.on_passing, arriving, entrance.slot, leaving))
 
     def _watch_own_uses(self, own_uses: list[Step]) -> dict[Edge, Inside]:
         """Keep apart what comes to the outputs from inside of the call: it is not the call's grad_output."""

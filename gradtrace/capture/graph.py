@@ -171,6 +171,38 @@ class GraphMap:
         self.visits += visits
         return self._remember(outputs, ways_out, own_uses, certain)
 
+    def only_entrance(self, node: Any, inputs: Mapping[Edge, str], start: int) -> Entrance | None:
+        """Return the one way out of a call whose only output ``node`` has made, if the call is as simple as most are.
+
+        Then the node itself leads to an input, only once, and else to nothing but parameters, maybe over one more
+        node. None says that it takes ``region`` to know.
+        """
+        if node in self._regions:
+            return None
+        entrance = None
+        for slot, target in enumerate(node.next_functions):
+            if target in inputs:
+                if entrance is not None:
+                    return None
+                entrance = Entrance(node, slot, inputs[target], target)
+            elif not self._is_parameter(target) and not self._leads_to_parameters(target[0], start):
+                return None
+        if entrance is not None:
+            self.visits += 1
+            self._regions[node] = Region([(node, entrance.slot, entrance.target)], True, [])
+        return entrance
+
+    def _is_parameter(self, target: Edge) -> bool:
+        node = target[0]
+        return node is None or (node._sequence_nr() == LEAF_SEQUENCE and target not in self._leaf_edges)
+
+    def _leads_to_parameters(self, node: Any, start: int) -> bool:
+        """Whether a node was born inside, as the transpose of a weight is, and all that it leads to are parameters."""
+        if node._sequence_nr() < start or node in self._regions:
+            return False
+        self.visits += 1
+        return all(self._is_parameter(target) for target in node.next_functions)
+
     def _remember(self, outputs: Sequence[Any], ways_out: list[Step], own_uses: list[Step], certain: bool) -> Region:
         # Regions inside may have been left by the same way, where outputs lie behind one another.
         ways_out = ways_out if len(ways_out) < 2 else list(dict.fromkeys(ways_out))
@@ -179,10 +211,6 @@ class GraphMap:
         for node in outputs:
             self._regions[node] = region
         return region
-
-    def is_new(self, node: Any) -> bool:
-        """Whether no call inside has ended at this node."""
-        return node not in self._regions
 
     def on_arrival(self, node: Any, callback: Callback) -> None:
         """Call ``callback`` with the gradients that arrive at ``node``; the last one added is called first.

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
+import itertools
+import operator
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -138,18 +140,21 @@ class _Listed:
         return pairs if len(pairs) == len(self._entries) else None
 
 
+_parts = operator.attrgetter("_parameters", "_modules", "_buffers")
+_keys = operator.methodcaller("keys")
+_values = operator.methodcaller("values")
+
+
 def _contents(modules: list[nn.Module]) -> list[Any]:
-    """Return what tells whether modules hold what they held before: the names and the identities of it all."""
-    contents: list[Any] = []
-    for number, module in enumerate(modules):
-        for part in (module._parameters, module._modules, module._buffers):
-            if part:
-                contents += part.keys()
-                contents += map(id, part.values())
-        contents.append(number)
-        # Of buffers only floating ones are listed: one that is not could be followed by one that is, at its place.
-        if module._buffers:
-            contents += [None if buffer is None else buffer.dtype for buffer in module._buffers.values()]
+    """Return what tells whether modules hold what they held before: the names and the identities of it all.
+
+    Asked for twice a step, so all of it at once.
+    """
+    chained = itertools.chain.from_iterable
+    parts = list(chained(map(_parts, modules)))
+    contents: list[Any] = [*map(len, parts), *chained(map(_keys, parts)), *map(id, chained(map(_values, parts)))]
+    # Of buffers only floating ones are listed: one that is not could be followed by one that is, at its place.
+    contents += [None if buffer is None else buffer.dtype for buffer in chained(map(_values, parts[2::3]))]
     return contents
 
 

@@ -40,7 +40,8 @@ def extremes_of(values: Tensor) -> Tensor:
 
 def fill_from_row(measure: Measure, row: list[float]) -> None:
     """Fill in the six numbers, which have come to the host."""
-    measure.count(int(row[0]), int(row[1]), int(row[2]))
+    nan, posinf, neginf = int(row[0]), int(row[1]), int(row[2])
+    measure.counts = (nan, posinf, neginf) if nan or posinf or neginf else None
     if row[3] <= row[4]:
         measure.min, measure.max = row[3], row[4]
         measure.norm = None if math.isnan(row[5]) else row[5]

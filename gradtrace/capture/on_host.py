@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from gradtrace.capture.measures import Measure
+from gradtrace.capture.measures import Kind, Measure
 from gradtrace.capture.readable import in_memory_order
 
 _SAFE_LARGEST = 1e14
@@ -38,58 +38,53 @@ _INFINITE = math.inf
 _SINGLE = torch.float32
 
 
-def fill(measure: Measure, values: Tensor) -> None:
-    """Fill in the numbers of ``values``, of a floating type and not empty."""
+def read(kind: Kind, values: Tensor) -> Measure:
+    """Return the measure of ``values``, of a floating type and not empty; ``kind`` is that of their tensor."""
     if not values.is_contiguous():
         values = in_memory_order(values)
-    if measure.kind.numel >= _BLOCKS_FROM and values.dtype is _SINGLE and values.is_contiguous():
-        low, high, squares = _read_in_blocks(values)
-    else:
-        low_tensor, high_tensor = _aminmax(values)
-        low, high, squares = low_tensor.item(), high_tensor.item(), None
-    if not (low > -_INFINITE and high < _INFINITE):  # or both are NaN
-        _fill_nonfinite(measure, values)
-        return
-    measure.min = low
-    measure.max = high
+    if kind.numel >= _BLOCKS_FROM and values.dtype is _SINGLE and values.is_contiguous():
+        return _read_in_blocks(kind, values)
+    low_tensor, high_tensor = _aminmax(values)
+    low, high = low_tensor.item(), high_tensor.item()
     largest = -low if -low > high else high
-    if not (_SAFE_SMALLEST < largest < _SAFE_LARGEST and values.dtype is _SINGLE and values.is_contiguous()):
-        measure.norm = _norm(values, largest)
-    elif squares is None:
+    if _SAFE_SMALLEST < largest < _SAFE_LARGEST and kind.is_single and values.is_contiguous():
         # The dot product of a flat tensor with itself is as precise as vector_norm, and faster.
-        flat = values.view(-1)
-        measure.norm = _sqrt(_dot(flat, flat).item())
-    else:
-        measure.norm = _sqrt(squares)
+        flat = values if kind.is_flat else values.view(-1)
+        return Measure(kind, low, high, _sqrt(_dot(flat, flat).item()))
+    if low > -_INFINITE and high < _INFINITE:  # neither is NaN, which both would be
+        return Measure(kind, low, high, _norm(values, largest))
+    return _read_nonfinite(kind, values)
 
 
-def _read_in_blocks(values: Tensor) -> tuple[float, float, float]:
-    """Return minimum, maximum and sum of squares of a large tensor, which comes from memory only once.
+def _read_in_blocks(kind: Kind, values: Tensor) -> Measure:
+    """Read a large tensor so that it comes from memory only once.
 
-    Once something is not finite, so is minimum or maximum, and the rest is not read. ``amin`` and ``amax`` read faster
-    than memory does, so in the cache both together take less time than ``aminmax``.
+    ``amin`` and ``amax`` read faster than memory does, so in the cache both together take less time than ``aminmax``.
     """
     lowest, highest, squares = _INFINITE, -_INFINITE, 0.0
     for block in torch.split(values.view(-1), _BLOCK * _threads()):
         low, high = _amin(block).item(), _amax(block).item()
         if not (low > -_INFINITE and high < _INFINITE):
-            return low, high, squares
+            return _read_nonfinite(kind, values)
         lowest, highest = min(low, lowest), max(high, highest)
         squares += _dot(block, block).item()
-    return lowest, highest, squares
+    largest = max(-lowest, highest)
+    is_safe = _SAFE_SMALLEST < largest < _SAFE_LARGEST
+    return Measure(kind, lowest, highest, _sqrt(squares) if is_safe else _norm(values, largest))
 
 
-def _fill_nonfinite(measure: Measure, values: Tensor) -> None:
-    measure.count(
+def _read_nonfinite(kind: Kind, values: Tensor) -> Measure:
+    counts = (
         int(torch.isnan(values).sum().item()),
         int(torch.isposinf(values).sum().item()),
         int(torch.isneginf(values).sum().item()),
     )
     finite = values[torch.isfinite(values)]
-    if finite.numel():
-        low_tensor, high_tensor = _aminmax(finite)
-        measure.min, measure.max = low_tensor.item(), high_tensor.item()
-        measure.norm = _norm(finite, max(abs(measure.min), abs(measure.max)))
+    if not finite.numel():
+        return Measure(kind, counts=counts)
+    low_tensor, high_tensor = _aminmax(finite)
+    low, high = low_tensor.item(), high_tensor.item()
+    return Measure(kind, low, high, _norm(finite, max(-low, high)), counts)
 
 
 def _norm(values: Tensor, largest: float) -> float:

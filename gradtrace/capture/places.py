@@ -55,10 +55,9 @@ class Place:
         watched.asked += 1
 
     def reached(self) -> None:
-        """Count the boundary as one that a gradient has reached."""
-        if not self.fired:
-            self.fired = True
-            self.watched.fired += 1
+        """Count the boundary as one that a gradient has reached, which is done once."""
+        self.fired = True
+        self.watched.fired += 1
 
 
 class Sum:
@@ -124,7 +123,8 @@ class Hooks:
             gradient = gradients[number]
             if gradient is not None and place.inside is not None:
                 gradient = _from_outside(gradient, place.inside)
-                place.reached()
+                if not place.fired:
+                    place.reached()
             if gradient is None:
                 continue
             if place.frame.entry.selected:
@@ -176,7 +176,8 @@ class Hooks:
             self._see(total.place, gradient)
 
     def _see(self, place: Place, gradient: Tensor) -> None:
-        place.reached()
+        if not place.fired:
+            place.reached()
         session = self._session
         if session.capturing:
             site, frame, detail = place.site, place.frame, session.clock.detail

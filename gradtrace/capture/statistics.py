@@ -88,48 +88,51 @@ class Statistics:
             Unmeasurable: the values cannot be read: meta, fake, quantized or nested tensors, tensors inside
                 of a functorch transform, types without order.
         """
-        if type(tensor) in _PLAIN_CLASSES and tensor.layout is _STRIDED and not tensor.is_nested:
-            kind = self._kinds.get((tensor.dtype, tensor.shape, tensor.device)) or self._kind_of(tensor, tensor)
-            if kind.is_quick:
-                measure = Measure(kind)
-                on_host.fill(measure, tensor)
-                if measure.counts is not None:
-                    self.saw_nonfinite = True
-                return measure
-        return self._measure_values(tensor, values_of(tensor))
+        try:
+            kind = self._kinds.get((type(tensor), tensor.layout, tensor.dtype, tensor.shape, tensor.device))
+        except RuntimeError:  # a nested tensor has no shape
+            kind = None
+        if kind is None or not kind.is_quick:
+            return self._measure_values(tensor, values_of(tensor))
+        measure = on_host.read(kind, tensor)
+        if measure.counts is not None:
+            self.saw_nonfinite = True
+        return measure
 
     def _measure_values(self, tensor: Tensor, values: Tensor) -> Measure:
-        measure = Measure(self._kind_of(tensor, values))
-        if measure.numel == 0:
-            return measure
+        kind = self._kind_of(tensor, values)
+        if kind.numel == 0:
+            return Measure(kind)
         is_integer = values.dtype in INTEGER_TYPES
         if self.waits(values):
+            measure = Measure(kind)
+            measure.pending = True
             numbers: Row | Tensor
             if is_integer:
                 numbers = on_device.extremes_of(values)
             else:
                 numbers = self._fused.row_for(values) or on_device.numbers_of(values)
-            measure.pending = True
             self._pending.append((numbers, functools.partial(self._fill, measure)))
-        elif is_integer:
+            return measure
+        if is_integer:
             low, high = torch.aminmax(values)
-            measure.min, measure.max = float(low.item()), float(high.item())
-        else:
-            on_host.fill(measure, values)
-            self.saw_nonfinite = self.saw_nonfinite or not measure.finite
+            return Measure(kind, float(low.item()), float(high.item()))
+        measure = on_host.read(kind, values)
+        self.saw_nonfinite = self.saw_nonfinite or not measure.finite
         return measure
 
     def _kind_of(self, tensor: Tensor, values: Tensor) -> Kind:
         """Return the kind of a tensor of which ``values`` are measured: the same for all that are alike."""
-        dtype, shape, device, numel = tensor.dtype, tensor.shape, tensor.device, values.numel()
-        key = (dtype, shape, device) if values is tensor else (dtype, shape, device, numel)
-        kind = self._kinds.get(key)
-        if kind is None:
-            is_quick = values is tensor and numel > 0 and dtype in _QUICK_TYPES
-            is_quick = is_quick and device.type != "meta" and not self.waits(tensor)
-            if len(self._kinds) >= _MOST_KINDS:
-                self._kinds.clear()
-            kind = self._kinds[key] = Kind(dtype, shape, device, numel, is_quick=is_quick)
+        key = (type(tensor), tensor.layout, tensor.dtype, tensor.shape, tensor.device)
+        numel = values.numel()
+        known = self._kinds.get(key)
+        if known is not None and known.numel == numel:
+            return known
+        is_plain = values is tensor and type(tensor) in _PLAIN_CLASSES and numel > 0
+        is_quick = is_plain and tensor.dtype in _QUICK_TYPES and not self.waits(tensor)
+        if len(self._kinds) >= _MOST_KINDS:
+            self._kinds.clear()
+        kind = self._kinds[key] = Kind(tensor.dtype, tensor.shape, tensor.device, numel, is_quick=is_quick)
         return kind
 
     def waits(self, tensor: Tensor) -> bool:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -266,7 +267,7 @@ class RunWriter:
     def _check_order(self, batch: pa.RecordBatch) -> None:
         seq = batch["seq"]
         if len(seq) <= _FEW_ROWS:  # of a step that was only watched: asking Arrow takes longer than all else
-            values = [self._last_seq, *seq.to_pylist()]
+            values: list[Any] = [self._last_seq, *seq.to_pylist()]
             descends = any(one >= other for one, other in itertools.pairwise(values))
         else:
             descends = pc.any(pc.greater_equal(seq[:-1], seq[1:])).as_py() or seq[0].as_py() <= self._last_seq

@@ -116,6 +116,55 @@ def test_a_leaf_that_is_no_input_of_any_call_is_no_way_out() -> None:
     assert [e.path for e in graph.region([out.grad_fn], inputs, start).entrances(inputs)] == ["0"]
 
 
+def only_entrance(function: Callable[[Tensor], Tensor], x: Tensor) -> tuple[Any, GraphMap]:
+    graph = GraphMap()
+    inputs = graph.edges_of([("0", x)])
+    start = sequence_number()
+    out = function(x)
+    found = graph.only_entrance(out.grad_fn, inputs, start)
+    return None if found is None else (type(found.source).__name__, found.slot, found.path), graph
+
+
+def test_a_layer_is_told_without_a_walk() -> None:
+    linear, x = nn.Linear(3, 3), torch.ones(2, 3, requires_grad=True) * 1
+    assert only_entrance(linear, x)[0] == ("AddmmBackward0", 1, "0")  # over the transpose of the weight too
+    assert only_entrance(torch.relu, x)[0] == ("ReluBackward0", 0, "0")
+
+
+OLDER = torch.ones(2, 3, requires_grad=True) * 2
+NO_LAYERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "twice": lambda x: x * x,
+    "two nodes": lambda x: (x * 2).exp(),
+    "a node made before": lambda x: x + OLDER,
+    "a branch inside": lambda x: x + (x * 2),
+    "a weight made of the input": lambda x: nn.functional.linear(x, x.mean(0).diag()),
+}
+
+
+@pytest.mark.parametrize("function", NO_LAYERS.values(), ids=NO_LAYERS.keys())
+def test_what_is_no_layer_takes_a_walk(function: Callable[[Tensor], Tensor]) -> None:
+    assert only_entrance(function, torch.ones(2, 3, requires_grad=True) * 1)[0] is None
+
+
+def test_a_parameter_that_is_an_input_of_a_call_makes_it_no_layer() -> None:
+    weight, x = torch.ones(3, 3, requires_grad=True), torch.ones(2, 3, requires_grad=True) * 1
+    graph = GraphMap()
+    inputs = graph.edges_of([("0", x), ("weight", weight)])
+    start = sequence_number()
+    assert graph.only_entrance(nn.functional.linear(x, weight).grad_fn, inputs, start) is None
+
+
+def test_a_layer_is_known_to_the_module_around_it() -> None:
+    x = torch.ones(2, 3, requires_grad=True) * 1
+    graph = GraphMap()
+    inputs = graph.edges_of([("0", x)])
+    start = sequence_number()
+    out = nn.Linear(3, 3)(x)
+    assert graph.only_entrance(out.grad_fn, inputs, start) is not None
+    region = graph.region([out.grad_fn], inputs, start)
+    assert [(entrance.slot, entrance.path) for entrance in region.entrances(inputs)] == [(1, "0")]
+
+
 def test_own_uses_are_the_edges_from_inside_to_an_output() -> None:
     x = torch.ones(2, requires_grad=True) * 1
     graph = GraphMap()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
+from gradtrace.capture import on_host
 from gradtrace.capture.statistics import Measure, Statistics, Unmeasurable
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -377,3 +380,79 @@ def test_the_norm_of_a_large_tensor_with_strides_is_as_precise_as_any(numel: int
     with torch.no_grad():
         norm = Statistics().measure(values).norm
     assert norm == pytest.approx(values.double().square().sum().sqrt().item(), rel=1e-6)
+
+
+LARGE = 1000
+"""Number of elements from which tensors are read in blocks in these tests."""
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_host, "_BLOCKS_FROM", LARGE)
+    monkeypatch.setattr(on_host, "_BLOCK", 300)
+    monkeypatch.setattr(on_host, "_threads", lambda: 1)
+
+
+@pytest.mark.parametrize("numel", [LARGE, LARGE + 1, 1200, 5000])
+@pytest.mark.parametrize("factor", [1.0, 1e-25, 1e25], ids=["ordinary", "tiny", "huge"])
+def test_large_tensors_are_read_in_blocks(small_blocks: None, numel: int, factor: float) -> None:
+    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * factor
+    tensor[-1] = 5 * factor  # in the last block, which may be a short one
+    tensor[0] = -6 * factor
+    assert_measured(measured(tensor.view(1, -1)), reference(tensor.double().numpy()))
+
+
+@pytest.mark.parametrize("place", [0, 299, 300, 1199])
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+def test_a_value_that_is_not_finite_is_found_in_every_block(small_blocks: None, place: int, value: float) -> None:
+    tensor = torch.linspace(-2.0, 1.0, 1200)
+    tensor[place] = value
+    assert_measured(measured(tensor), reference(tensor.double().numpy()))
+
+
+def copies_made(tensor: Tensor) -> set[str]:
+    with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+        Statistics().measure(tensor)
+    return {"aten::clone", "aten::contiguous", "aten::copy_"}.intersection(e.name for e in profiler.events())
+
+
+DENSE: dict[str, Callable[[], Tensor]] = {
+    "transposed": lambda: torch.randn(30, 50).t(),
+    "channels last": lambda: torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last),
+    "permuted": lambda: torch.randn(4, 5, 6).permute(2, 0, 1),
+    "a single row": lambda: torch.randn(6, 1).t(),
+}
+
+
+@pytest.mark.parametrize("make", DENSE.values(), ids=DENSE.keys())
+def test_a_tensor_without_gaps_is_read_as_it_lies_in_memory(make: Callable[[], Tensor]) -> None:
+    tensor = make()
+    assert copies_made(tensor) == set()
+    assert_measured(measured(tensor), reference(tensor.double().numpy()))
+
+
+def test_a_tensor_with_gaps_is_measured_right() -> None:
+    tensor = torch.arange(60.0).view(6, 10)[:, ::3]
+    assert_measured(measured(tensor), reference(tensor.double().numpy()))
+    assert_measured(measured(torch.tensor([3.0]).expand(4)), (0, 0, 0, 3.0, 3.0, 6.0))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([], True),
+        ([torch.ones(3), torch.ones(2, 2)], True),
+        ([torch.ones(3), torch.tensor([1.0, NAN])], False),
+        ([torch.tensor([INF]), torch.tensor([-INF])], False),
+        ([torch.ones(3), torch.ones(3).double()], False),  # what cannot be seen in one look is not sure
+        ([torch.full((4,), 60_000.0).half()] * 2, False),
+        ([torch.ones(3).to_sparse()], False),
+        ([torch.ones(3, dtype=torch.complex64)], False),
+    ],
+)
+def test_one_look_tells_that_all_is_finite_or_says_nothing(tensors: list[Tensor], expected: bool) -> None:
+    assert Statistics().surely_finite(tensors) is expected
+
+
+def test_on_an_accelerator_nobody_looks() -> None:
+    assert Statistics(on_device=True).surely_finite([torch.ones(3)]) is False
