@@ -90,12 +90,14 @@ def _cause_outside_calls(seen: Record, scene: Scene) -> Cause:
 
 
 def _had_gradient(param: Record, scene: Scene) -> bool:
-    """Whether the parameter had a gradient; in a step that was only watched a finite one leaves no row of its own."""
-    if param.detail == NO_GRADIENT:
+    """Whether an update can have made the parameter's value: it is seen after one, and there was a gradient.
+
+    In a step that was only watched finite gradients leave no row; a parameter without one says so itself.
+    """
+    if param.phase != "optimizer" or param.detail == NO_GRADIENT:
         return False
-    own = (param.module, param.path)
-    before = (row for row in scene.rows if row.seq < param.seq)
-    return any(row.tensor == "grad_norm" or (row.tensor == "grad" and (row.module, row.path) == own) for row in before)
+    gradients = [row for row in scene.rows if row.tensor == "grad" and row.seq < param.seq]
+    return not gradients or any((row.module, row.path) == (param.module, param.path) for row in gradients)
 
 
 def _made_by_learning_rate(seen: Record, scene: Scene) -> Finding:

@@ -108,19 +108,20 @@ class ParameterWatch:
         others = {id(p) for other in list(self._rates) if other is not optimizer for p in parameters_of(other)}
         return others - {id(p) for p in parameters_of(optimizer)} if others else others
 
-    def record_state(self, phase: str, entry: TensorEntry, tensor: Tensor, detail: str | None = None) -> None:
+    def record_state(self, phase: str, entry: TensorEntry, tensor: Tensor, detail: str | None = None) -> Measure | None:
         """Add a row, with a remark maybe, for one parameter or buffer. To be called in ``quiet``."""
         if type(tensor) is not nn.Parameter and nn.parameter.is_lazy(tensor):
-            return
+            return None
         dtype = tensor.dtype
         if not (dtype.is_floating_point or dtype.is_complex):
-            return
+            return None
         site = entry.sites[phase]
         measure = self._session.see_anew(site if detail is None else site.remarked(detail), tensor)
         if measure is not None and measure.counts is not None:
             self._known_bad.add(_state_key(entry))
         else:
             self.turned_finite(entry)
+        return measure
 
     def turned_finite(self, entry: TensorEntry) -> None:
         """Note that a parameter or buffer is finite."""

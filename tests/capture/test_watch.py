@@ -295,9 +295,13 @@ def test_a_buffer_is_seen_in_the_step_that_ruins_it(tmp_path: Path) -> None:
 
     recorded = record(model, tmp_path, train, mode="watch", triggers=AT_ONCE)
     assert recorded.columns("step", "phase", "path", "posinf_count", "neginf_count", tensor="buffer") == [
-        (0, "input", "mask", 0, 2),  # infinite from the start: said once
+        (0, "input", "mask", 0, 2),  # infinite from the start
+        (0, "optimizer", "mask", 0, 2),
+        (1, "optimizer", "mask", 0, 2),
         (2, "optimizer", "mean", 2, 0),
+        (2, "optimizer", "mask", 0, 2),
         (3, "optimizer", "mean", 2, 0),
+        (3, "optimizer", "mask", 0, 2),
     ]
 
 

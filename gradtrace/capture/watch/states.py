@@ -13,9 +13,11 @@ import itertools
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
+from gradtrace.capture.measures import Measure
 from gradtrace.capture.names import ModuleEntry, Root, TensorEntry
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.rows import Rows
@@ -52,8 +54,8 @@ class StateWatch:
         self._updated: dict[int, int] = {}
         """Versions of the parameters, by their ids, as the last update has left them."""
         self._without_gradient: set[int] = set()
-        self._settled: dict[tuple[ModuleEntry, str], int] = {}
-        """Versions of what need not be looked at again: large buffers, and masks that were infinite from the start."""
+        self._settled: dict[tuple[ModuleEntry, str], _Settled] = {}
+        """Large buffers, and masks that were infinite from the start: looked at again only once they have changed."""
 
     def call_begins(self, root: Root) -> None:
         """Record what is not finite when a root is called for the first time."""
@@ -75,7 +77,10 @@ class StateWatch:
         again = [pair for pair in (*parameters[:first], *parameters[last:]) if self._states.is_known_bad(pair[0])]
         buffers = self._tensors.buffers()
         judge = functools.partial(self._judge, self._session.clock.step)
-        self._look([pair for pair in (*parameters[first:last], *again, *buffers) if not self._is_settled(*pair)], judge)
+        pairs = (*parameters[first:last], *again, *buffers)
+        self._look([pair for pair in pairs if not self._is_settled(*pair)], judge)
+        if self._settled:
+            self._repeat([pair for pair in buffers if self._is_settled(*pair)])
 
     def look_at_all(self) -> bool:
         """Record which parameters have become non-finite since they were last looked at; say whether any has.
@@ -112,8 +117,7 @@ class StateWatch:
 
     def _judge_start(self, group: Pairs, bad: Pairs) -> None:
         for entry, tensor in bad:
-            self._states.record_state("input", entry, tensor)
-            self._settle(entry, tensor)
+            self._settle(entry, tensor, self._states.record_state("input", entry, tensor))
 
     def _judge(self, step: int, group: Pairs, bad: Pairs) -> None:
         """Record what was not finite after step ``step``."""
@@ -149,12 +153,28 @@ class StateWatch:
             detail = NO_GRADIENT if id(tensor) in self._without_gradient else None
             self._states.record_state("optimizer", entry, tensor, detail)
 
-    def _settle(self, entry: TensorEntry, tensor: Tensor) -> None:
+    def _settle(self, entry: TensorEntry, tensor: Tensor, bad: Measure | None = None) -> None:
         if entry.kind == "buffer":
-            self._settled[entry.owner, entry.name] = _version(tensor)
+            self._settled[entry.owner, entry.name] = _Settled(_version(tensor), bad)
 
     def _is_settled(self, entry: TensorEntry, tensor: Tensor) -> bool:
-        return bool(self._settled) and self._settled.get((entry.owner, entry.name)) == _version(tensor)
+        settled = self._settled.get((entry.owner, entry.name)) if self._settled else None
+        return settled is not None and settled.version == _version(tensor)
+
+    def _repeat(self, buffers: Pairs) -> None:
+        """Say again what is not finite and has not changed: what has no row is taken to be finite."""
+        rows, micro_step = self._session.rows, self._session.clock.micro_step
+        for entry, _ in buffers:
+            bad = self._settled[entry.owner, entry.name].bad
+            if bad is not None:
+                rows.append(micro_step, "optimizer", entry.owner, None, entry.kind, entry.name, bad)
+
+
+class _Settled(NamedTuple):
+    """A buffer's version when it was looked at, and what was found if it was not finite."""
+
+    version: int
+    bad: Measure | None
 
 
 def _version(tensor: Tensor) -> int:
