@@ -253,6 +253,25 @@ def test_a_parameter_that_is_put_in_the_place_of_another_is_recorded(tmp_path: P
     assert recorded.only(step=1, tensor="param", module="0", path="weight")["nan_count"] == 12
 
 
+def test_a_gradient_that_was_changed_without_a_trace_is_seen_before_the_step(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train() -> None:
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch()).mean().backward()
+            if step == 1:
+                version = model[1].bias.grad._version
+                model[1].bias.grad.data[0] = math.inf
+                assert model[1].bias.grad._version == version
+            optimizer.step()
+
+    recorded = record(model, tmp_path, train)
+    final = recorded.columns("step", "module", "path", "posinf_count", tensor="grad", phase="optimizer")
+    assert final == [(1, "1", "bias", 1)]
+
+
 def test_frozen_parameters_have_states_but_no_gradients(tmp_path: Path) -> None:
     model = make_model()
     model[0].requires_grad_(False)

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from gradtrace.capture import on_host
 from gradtrace.capture.statistics import Measure, Statistics, Unmeasurable
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -380,34 +379,6 @@ def test_the_norm_of_a_large_tensor_with_strides_is_as_precise_as_any(numel: int
     with torch.no_grad():
         norm = Statistics().measure(values).norm
     assert norm == pytest.approx(values.double().square().sum().sqrt().item(), rel=1e-6)
-
-
-LARGE = 1000
-"""Number of elements from which tensors are read in blocks in these tests."""
-
-
-@pytest.fixture
-def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(on_host, "_BLOCKS_FROM", LARGE)
-    monkeypatch.setattr(on_host, "_BLOCK", 300)
-    monkeypatch.setattr(on_host, "_threads", lambda: 1)
-
-
-@pytest.mark.parametrize("numel", [LARGE, LARGE + 1, 1200, 5000])
-@pytest.mark.parametrize("factor", [1.0, 1e-25, 1e25], ids=["ordinary", "tiny", "huge"])
-def test_large_tensors_are_read_in_blocks(small_blocks: None, numel: int, factor: float) -> None:
-    tensor = torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * factor
-    tensor[-1] = 5 * factor  # in the last block, which may be a short one
-    tensor[0] = -6 * factor
-    assert_measured(measured(tensor.view(1, -1)), reference(tensor.double().numpy()))
-
-
-@pytest.mark.parametrize("place", [0, 299, 300, 1199])
-@pytest.mark.parametrize("value", [NAN, INF, -INF])
-def test_a_value_that_is_not_finite_is_found_in_every_block(small_blocks: None, place: int, value: float) -> None:
-    tensor = torch.linspace(-2.0, 1.0, 1200)
-    tensor[place] = value
-    assert_measured(measured(tensor), reference(tensor.double().numpy()))
 
 
 def copies_made(tensor: Tensor) -> set[str]:
