@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from gradtrace.capture.measures import NOTHING, Kind, Measure
-from gradtrace.trace.arrow import ARROW_SCHEMA, batch_of_columns
+from gradtrace.trace.arrow import array_of, batch_of_columns, repeated
 
 if TYPE_CHECKING:
     from gradtrace.capture.rows import Rows
@@ -73,7 +73,7 @@ class _Outline:
             "line": [line for _, _, line in sources],
             "detail": [site.detail for site in self._sites],
         }
-        return {name: _array(name, values) for name, values in columns.items()}
+        return {name: array_of(name, values) for name, values in columns.items()}
 
 
 class Columns:
@@ -87,11 +87,11 @@ class Columns:
         """Return rows as one Arrow batch of step ``step``, which ended at ``time``."""
         measures = rows.measures
         outline = self._outline(rows, list(map(_kind, measures)))
-        numbers = {name: _array(name, list(map(get, measures))) for name, get in _NUMBERS}
+        numbers = {name: array_of(name, list(map(get, measures))) for name, get in _NUMBERS}
         place = {
-            "step": _repeated("step", step, len(rows)),
-            "seq": _array("seq", rows.seqs),
-            "time": _repeated("time", time, len(rows)),
+            "step": repeated("step", step, len(rows)),
+            "seq": array_of("seq", rows.seqs),
+            "time": repeated("time", time, len(rows)),
         }
         return batch_of_columns({**outline.arrays, **place, **numbers, **_counts(measures)})
 
@@ -115,19 +115,4 @@ def _counts(measures: Sequence[Measure]) -> dict[str, pa.Array[Any]]:
     counts = [(None, None, None) if m is NOTHING else m.counts or none for m in measures]
     columns = zip(*counts, strict=True)
     names = ("nan_count", "posinf_count", "neginf_count")
-    return {name: _array(name, list(column)) for name, column in zip(names, columns, strict=True)}
-
-
-def _array(name: str, values: list[Any]) -> pa.Array[Any]:
-    kind = ARROW_SCHEMA.field(name).type
-    if pa.types.is_dictionary(kind):
-        words: pa.Array[Any] = pa.array(values, kind.value_type)
-        return words.dictionary_encode()
-    array: pa.Array[Any] = pa.array(values, kind)
-    return array
-
-
-def _repeated(name: str, value: Any, count: int) -> pa.Array[Any]:
-    """Return a column with one value in all its rows; a list of times is slow to convert."""
-    repeated: pa.Array[Any] = pa.repeat(pa.scalar(value, ARROW_SCHEMA.field(name).type), count)
-    return repeated
+    return {name: array_of(name, list(column)) for name, column in zip(names, columns, strict=True)}

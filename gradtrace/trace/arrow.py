@@ -19,6 +19,7 @@ _TYPES: dict[Type, pa.DataType] = {
     "string": pa.dictionary(pa.int32(), pa.string()),
     "timestamp[us, tz=UTC]": pa.timestamp("us", tz="UTC"),
 }
+_KINDS = {column.name: _TYPES[column.type] for column in COLUMNS}
 ARROW_SCHEMA = pa.schema([(column.name, _TYPES[column.type]) for column in COLUMNS])
 
 
@@ -34,15 +35,24 @@ def batch_of_columns(columns: Mapping[str, list[Any] | pa.Array[Any]]) -> pa.Rec
     ``columns`` maps every name in ``COLUMN_NAMES`` to a list of Python values (``None`` is NULL) or to an
     Arrow array of the column's own type.
     """
-    arrays = [_array(columns[field.name], field.type) for field in ARROW_SCHEMA]
+    arrays = [
+        values if isinstance(values := columns[name], pa.Array) else array_of(name, values) for name in COLUMN_NAMES
+    ]
     return pa.RecordBatch.from_arrays(arrays, schema=ARROW_SCHEMA)
 
 
-def _array(values: list[Any] | pa.Array[Any], kind: pa.DataType) -> pa.Array[Any]:
-    if isinstance(values, pa.Array):
-        return values
-    if pa.types.is_dictionary(kind):
-        words: pa.Array[Any] = pa.array(values, kind.value_type)
+def array_of(name: str, values: list[Any]) -> pa.Array[Any]:
+    """Return the column ``name`` as an Arrow array; ``None`` is NULL."""
+    kind = _KINDS[name]
+    if kind is _TYPES["string"]:
+        words: pa.Array[Any] = pa.array(values, pa.string())
         return words.dictionary_encode()
     array: pa.Array[Any] = pa.array(values, kind)
+    return array
+
+
+def repeated(name: str, value: Any, count: int) -> pa.Array[Any]:
+    """Return the column ``name`` with one value in all its rows; a list of times is slow to convert."""
+    kind: Any = _KINDS[name]  # the stubs know a scalar's type only where it is written out
+    array: pa.Array[Any] = pa.repeat(pa.scalar(value, kind), count)
     return array

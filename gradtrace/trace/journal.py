@@ -8,7 +8,7 @@ Writing is in the training's way, so a journal has the rows as they come; what i
 
 from __future__ import annotations
 
-import io
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,9 @@ from gradtrace.trace.arrow import ARROW_SCHEMA
 
 _SINGLE = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 """Types whose norm has the precision of a float32: it is the sum of that many squares in float32, or its root."""
+
+_BUFFER = 2**18
+"""Bytes of a step that are collected before they are written; a larger step takes several system calls."""
 
 _REST = 52 - 23
 """Bits by which the fraction of a float64 is longer."""
@@ -33,10 +36,11 @@ class Journal:
         self.path = path
         self.rows = 0
         self.bytes = 0
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        self._messages = _Messages()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
+        # A message comes in dozens of small pieces, which are to be one system call.
+        self._file = pa.BufferedOutputStream(pa.OSFile(os.fspath(path), "ab"), _BUFFER)
         options = pa.ipc.IpcWriteOptions(emit_dictionary_deltas=True)
-        self._stream = pa.ipc.new_stream(pa.PythonFile(self._messages, mode="w"), ARROW_SCHEMA, options=options)
+        self._stream = pa.ipc.new_stream(self._file, ARROW_SCHEMA, options=options)
 
     def append(self, batch: pa.RecordBatch) -> None:
         """Append the rows and hand them to the operating system in one go.
@@ -45,36 +49,15 @@ class Journal:
             OSError: the file system takes no more. The journal ends there: append nothing after it.
         """
         self._stream.write_batch(batch)
-        data = memoryview(self._messages.take())
-        while data:
-            written = os.write(self._fd, data)
-            self.bytes += written
-            data = data[written:]
+        self._file.flush()
+        self.bytes = self._file.tell()
         self.rows += batch.num_rows
 
     def close(self) -> None:
         """Close the file; a reader needs no end mark. Closing twice is harmless."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
-
-
-class _Messages(io.RawIOBase):
-    """Collects what Arrow writes in dozens of small pieces, so that a step is one system call."""
-
-    def __init__(self) -> None:
-        self._pieces: list[bytes] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self._pieces.append(bytes(data))
-        return len(data)
-
-    def take(self) -> bytes:
-        pieces, self._pieces = self._pieces, []
-        return b"".join(pieces)
+        if not self._file.closed:
+            with contextlib.suppress(OSError):  # of a full disk, which has been said when it was written to
+                self._file.close()
 
 
 def read_journal(path: Path) -> pa.Table:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import struct
 import subprocess
@@ -301,19 +302,17 @@ def test_a_cut_off_journal_in_the_middle_of_a_run_costs_only_its_end(tmp_path):
     assert read_rows(parts) == expected(range(4))
 
 
-def test_a_step_that_cannot_be_written_ends_its_journal_and_nothing_else(tmp_path, monkeypatch):
+def test_a_step_that_cannot_be_written_ends_its_journal_and_nothing_else(tmp_path):
     writer = RunWriter(tmp_path / "run.parquet", RunInfo("r"))
     write_steps(writer, range(2))
-    real_write = os.write
-
-    def full(fd: int, data: memoryview) -> int:
-        real_write(fd, data[:100])
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(OSError, match="No space"):
-        write_steps(writer, range(2, 3))
-    monkeypatch.undo()
+    journal = tmp_path / "run.parquet.parts" / "journal-000000.arrow"
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.stat().st_size + 100, before[1]))
+    try:
+        with pytest.raises(OSError, match="large"):
+            write_steps(writer, range(2, 3))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert read_rows(tmp_path / "run.parquet") == expected(range(2))
     write_steps(writer, range(2, 4))
     writer.finish(COMPLETED)
