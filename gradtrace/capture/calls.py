@@ -271,7 +271,7 @@ class Calls:
 
     def _open(self, entry: ModuleEntry, stack: list[Frame]) -> Frame:
         clock = self._session.clock
-        if _graph_task() != -1:
+        if _inside_backward():
             phase = "recompute"
         elif stack:
             phase = stack[0].phase
@@ -372,7 +372,7 @@ def _is_only_looked_at(frame: Frame, value: Tensor) -> bool:
 
 
 def _inside_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _graph_task() != -1
 
 
 def _goes_on(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

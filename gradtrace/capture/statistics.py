@@ -197,11 +197,8 @@ class Statistics:
             return not tensors
         dtype = tensors[0].dtype
         for tensor in tensors:
-            plain = type(tensor) in _PLAIN_CLASSES and tensor.is_cpu and tensor.layout is _STRIDED
-            if not plain or tensor.dtype is not dtype or tensor.is_nested:
+            if not (_is_plain(tensor) and tensor.is_cpu and tensor.dtype is dtype):
                 return False
-        if dtype not in _QUICK_TYPES:
-            return False
         return math.isfinite(torch.stack([tensor.sum() for tensor in tensors]).sum().item())
 
     @property

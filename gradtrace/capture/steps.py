@@ -147,6 +147,7 @@ class Steps:
         """The recording ends: write what is in flight."""
         self._passes.run_ends(at_once=False)
         self._record_manual_update()
+        self._watch.run_ends()
         self._resolve()
         self._close_last()
 

@@ -45,6 +45,7 @@ from gradtrace.capture.replay.kept import Keeper
 from gradtrace.capture.replay.passes import Passes
 from gradtrace.capture.replay.rerun import Replayer
 from gradtrace.capture.rows import RowBuffer
+from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, warn
 from gradtrace.capture.statistics import Statistics
 from gradtrace.capture.steps import Steps
@@ -182,13 +183,7 @@ class Tracer:
             look_at_state=self._parameters.look_at_state,
             look_at_weights=lambda: self._watch.look_at_weights(),
         )
-        self._watch = StepWatch(
-            session,
-            self._parameters,
-            schedule if isinstance(schedule, WatchSchedule) else None,
-            self._baseline_of(options),
-            lambda rows: self._steps.of_step_before(rows),
-        )
+        self._watch = self._step_watch(options, schedule)
         wanted = options.op_range
         self._op_steps = OpSteps(session, wanted.start, wanted.stop, self._calls.innermost_open, self._add_operation)
         self._backward = BackwardWatch(
@@ -209,7 +204,7 @@ class Tracer:
         )
         passes = Passes(session.rows, keeper, watchman, self._loss, self._capsule)
         steps = self._steps = Steps(
-            session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._step_begins
+            session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._op_steps.step_begins
         )
         self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
         self._optimizers = OptimizerWatch(
@@ -219,10 +214,17 @@ class Tracer:
         self._log: StepLog | None = None
         _recording.add(session)
 
-    def _baseline_of(self, options: Options) -> Baseline | None:
-        if options.baseline is None or options.mode == "full":
-            return None
-        return Baseline.of(options.baseline, rank=self.info.rank)
+    def _step_watch(self, options: Options, schedule: Schedule | WatchSchedule) -> StepWatch:
+        baseline = None
+        if options.baseline is not None and options.mode == "watch":
+            baseline = Baseline.of(options.baseline, rank=self.info.rank)
+        return StepWatch(
+            self._session,
+            self._parameters,
+            schedule if isinstance(schedule, WatchSchedule) else None,
+            baseline,
+            lambda rows: self._steps.of_step_before(rows),
+        )
 
     # Life ---------------------------------------------------------------------------------------------------
 
@@ -317,9 +319,6 @@ class Tracer:
 
     def _capsule_path(self) -> Path:
         return capsule_path(self._path, self.info.rank, self.info.world_size, self.info.attempt)
-
-    def _step_begins(self, step: int) -> None:
-        self._op_steps.step_begins(step)
 
     def _add_operation(self, row: OpRow) -> None:
         source = (row.op, row.file, row.line)

@@ -23,7 +23,8 @@ _Mask: TypeAlias = Any
 """An Arrow array of booleans, one a row."""
 
 _LEAST = ("loss",)
-_WATCHED = ("loss", "lr", "loss_scale", "grad_norm")
+WATCHED = ("loss", "lr", "loss_scale", "grad_norm")
+"""Tensors of which a watched step has rows though they are finite."""
 _TELLING_EVENTS = ("incident", "replay", "stop")
 
 
@@ -89,7 +90,7 @@ def _stays_of_least(table: pa.Table) -> _Mask:
 def _stays_of_watched(table: pa.Table, roots: Collection[str]) -> _Mask:
     """Return which rows stay of a step that becomes a watched one."""
     tensor, boundary = _words(table, "tensor"), pc.is_null(table["op"])
-    scalar = pc.and_(_among(tensor, _WATCHED), boundary)
+    scalar = pc.and_(_among(tensor, WATCHED), boundary)
     of_root = pc.and_(pc.equal(tensor, "output"), _among(_words(table, "module"), roots))
     masks = (_nonfinite(table), scalar, pc.and_(of_root, boundary))
     stays = _stays_of_least(table)

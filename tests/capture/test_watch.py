@@ -273,6 +273,26 @@ def test_a_weight_that_nothing_uses_is_found_within_a_few_steps(tmp_path: Path) 
     assert recorded.info.incidents == 1
 
 
+def test_a_weight_that_the_last_update_has_ruined_is_found_when_the_recording_ends(tmp_path: Path) -> None:
+    model = nn.ModuleDict({str(n): nn.Linear(2, 2, bias=False) for n in range(SHARES * 2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        for step in range(3):
+            if step == 2:
+                model["13"].weight.grad = torch.full((2, 2), 1e38)
+                optimizer.param_groups[0]["lr"] = 1e10
+            model["0"](torch.zeros(4, 2)).sum().backward()
+            optimizer.step()
+
+    recorded = record(model, tmp_path, train, mode="watch", triggers=AT_ONCE)
+    found = recorded.where(tensor="param")
+    assert [(row["step"], row["module"], row["neginf_count"], row["phase"]) for row in found] == [
+        (2, "13", 4, "optimizer")
+    ]
+    assert recorded.info.incidents == 1
+
+
 def test_a_buffer_is_seen_in_the_step_that_ruins_it(tmp_path: Path) -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:

@@ -89,13 +89,21 @@ class StateWatch:
         changed since then to this one.
         """
         with quiet():
-            parameters = [pair for pair in self._tensors.parameters() if not self._states.is_known_bad(pair[0])]
-            bad = [pair for pair in parameters if self._session.is_finite(pair[1]) is False]
+            bad = self._newly_bad()
             self._record_of_step_before([pair for pair in bad if self._is_as_updated(pair[1])])
             for entry, tensor in bad:
                 if not self._is_as_updated(tensor):
                     self._states.record_state("forward", entry, tensor)
         return bool(bad)
+
+    def look_for_the_last_time(self) -> None:
+        """Record which parameters the last update has left non-finite."""
+        with quiet():
+            self._record_of_step_before([pair for pair in self._newly_bad() if self._is_as_updated(pair[1])])
+
+    def _newly_bad(self) -> Pairs:
+        parameters = [pair for pair in self._tensors.parameters() if not self._states.is_known_bad(pair[0])]
+        return [pair for pair in parameters if self._session.is_finite(pair[1]) is False]
 
     def _is_as_updated(self, tensor: Tensor) -> bool:
         return self._updated.get(id(tensor)) == _version(tensor)

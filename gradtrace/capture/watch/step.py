@@ -97,12 +97,17 @@ class StepWatch:
         if self.is_on and not self.weights_are_bad:
             self.weights_are_bad = self._states.look_at_all()
 
+    def run_ends(self) -> None:
+        """The recording ends: no later step will find what nothing has used."""
+        if self.is_on:
+            self._states.look_for_the_last_time()
+
     def step_ends(self, *, incident: bool) -> None:
         """The step's rows are about to be written: what the schedule learns from them."""
         if self._schedule is None:
             return
         self._compare_models(self._schedule)
-        facts = _Facts.of(self._session.rows.between(self._session.rows.position - len(self._session.rows)))
+        facts = _Facts.of(self._session.rows.between(0))
         self._schedule.observe(
             self._session.clock.step,
             loss=facts.loss,

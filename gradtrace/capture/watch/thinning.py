@@ -7,9 +7,7 @@ from collections.abc import Sequence
 
 from gradtrace.capture.rows import Row
 from gradtrace.capture.statistics import Measure
-
-_KEPT = frozenset(("loss", "lr", "loss_scale", "grad_norm"))
-"""Rows that a watched step has though they are finite."""
+from gradtrace.trace.thinning import WATCHED
 
 _Pass = tuple[int, str | None]
 
@@ -25,7 +23,7 @@ def as_watched(rows: Sequence[Row]) -> list[Row]:
             last[_pass(row)] = index
     kept: list[Row] = []
     for index, row in enumerate(rows):
-        if row.measure is None or row.tensor in _KEPT or row.pending or not row.measure.finite:
+        if row.measure is None or row.tensor in WATCHED or row.pending or not row.measure.finite:
             kept.append(row)
         if _is_gradient(row) and last.get(_pass(row)) == index:
             norm = Measure.of_number(math.sqrt(squares[_pass(row)]))
