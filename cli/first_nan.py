@@ -52,10 +52,9 @@ def first_nan(
 ) -> int:
     """Name the first NaN or Inf that matters, what made it, and what led to it."""
     from gradtrace.analysis.run import open_run
-    from gradtrace.analysis.verdict import first_nan as find
 
     with open_run(run) as opened:
-        verdict = find(opened, incident=incident, steps=steps, rank=rank, context=context)
+        verdict = opened.first_nan(incident=incident, steps=steps, rank=rank, context=context)
     if as_json:
         click.echo(json.dumps(verdict.to_dict(), allow_nan=False))
     else:
@@ -64,8 +63,9 @@ def first_nan(
 
 
 def _show(verdict: Verdict) -> None:
+    from gradtrace.analysis.verdict_text import Table, notes, report
+
     from . import output
-    from .first_nan_text import Table, notes, report
 
     for note in notes(verdict):
         click.echo(f"note: {note}", err=True)

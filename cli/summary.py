@@ -13,7 +13,7 @@ from .output import FORMATS, sparkline, write
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from gradtrace.analysis.run import Run
+    from gradtrace.analysis.recording import Recording
     from gradtrace.analysis.summary import ModuleLine, StepLine
 
 _MEASURED = (
@@ -97,7 +97,7 @@ def summary(run: str, by: str, depth: int | None, sort: str | None, form: str) -
             click.echo(f"gradtrace: note: {note}", err=True)
 
 
-def _lines(run: Run, by: str, depth: int | None) -> Sequence[ModuleLine | StepLine]:
+def _lines(run: Recording, by: str, depth: int | None) -> Sequence[ModuleLine | StepLine]:
     from gradtrace.analysis.summary import by_module, by_step, by_type
 
     if by == "step":
@@ -116,7 +116,7 @@ def _rank(value: float | None) -> tuple[bool, bool, float]:
     return value is not None, value != value, value or 0.0
 
 
-def _heading(run: Run) -> str:
+def _heading(run: Recording) -> str:
     info, captured = run.info, run.captured
     facts = [
         f"{run.steps:,} steps",
@@ -133,7 +133,7 @@ def _heading(run: Run) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _courses(run: Run) -> list[str]:
+def _courses(run: Recording) -> list[str]:
     """Return a line each for the loss and the gradient norm, over all steps."""
     from gradtrace.analysis.summary import courses
 

@@ -38,6 +38,10 @@ class CapsuleError(GradtraceError):
     """A failing step cannot be put into a capsule, or a capsule cannot be checked against a script."""
 
 
+class MissingPackageError(GradtraceError):
+    """What was asked for needs a package that is not installed; the message has the line that installs it."""
+
+
 class GradtraceWarning(UserWarning):
     """Category of every warning that gradtrace issues."""
 

@@ -13,7 +13,7 @@ from gradtrace.trace.incident import SMALLEST_LOSS_SCALE
 from gradtrace.trace.schema import Record
 
 if TYPE_CHECKING:
-    from gradtrace.analysis.run import Run
+    from gradtrace.analysis.recording import Recording
 
 # A verdict needs no wall clock.
 _COLUMNS = ", ".join('NULL AS "time"' if name == "time" else f'"{name}"' for name in Record._fields)
@@ -62,7 +62,7 @@ class Evidence:
     gradient norms of watched steps: the gradient that made one non-finite has a row of its own.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Recording) -> None:
         self._run = run
         self._updates: dict[int, list[int]] = {}
         run.execute("CREATE OR REPLACE VIEW boundaries AS SELECT * FROM records WHERE op IS NULL")

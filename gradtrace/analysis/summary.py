@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-from gradtrace.analysis.run import Run
+from gradtrace.analysis.recording import Recording
 
 POINTS = 16
 """Most points of a series; each stands for an equal stretch of steps."""
@@ -165,7 +165,7 @@ class StepLine:
     skipped: bool
 
 
-def by_module(run: Run, depth: int | None = None) -> list[ModuleLine]:
+def by_module(run: Recording, depth: int | None = None) -> list[ModuleLine]:
     """Return a line for each module, in model order.
 
     Modules more than ``depth`` levels below their root are folded into the one above them at that level.
@@ -183,7 +183,7 @@ def by_module(run: Run, depth: int | None = None) -> list[ModuleLine]:
     return _measured(run, lines, keys)
 
 
-def by_type(run: Run) -> list[ModuleLine]:
+def by_type(run: Recording) -> list[ModuleLine]:
     """Return a line for each type of modules, in the order in which the model has them first."""
     lines: dict[str, ModuleLine] = {}
     keys = {}
@@ -195,7 +195,7 @@ def by_type(run: Run) -> list[ModuleLine]:
     return _measured(run, lines, keys)
 
 
-def courses(run: Run) -> dict[str, Course]:
+def courses(run: Recording) -> dict[str, Course]:
     """Return the courses of "loss" and "grad_norm" over all steps, those that were only watched among them."""
     stretches = _stretches(run)
     if stretches is None:
@@ -208,12 +208,12 @@ def courses(run: Run) -> dict[str, Course]:
     return found
 
 
-def by_step(run: Run) -> list[StepLine]:
+def by_step(run: Recording) -> list[StepLine]:
     """Return a line for each step, and rank within it."""
     return [StepLine(*row) for row in run.execute(_STEPS).fetchall()]
 
 
-def _modules(run: Run) -> list[tuple[str, str, int, int, int]]:
+def _modules(run: Recording) -> list[tuple[str, str, int, int, int]]:
     """Return name, type, level, parameters and calls of each module, also of those only the records know."""
     return run.execute(_MODULES).fetchall()
 
@@ -224,7 +224,7 @@ def _folded(name: str, levels: dict[str, int], depth: int | None) -> str:
     return name
 
 
-def _measured(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str]) -> list[ModuleLine]:
+def _measured(run: Recording, lines: dict[str, ModuleLine], keys: dict[str, str]) -> list[ModuleLine]:
     """Fill in what the records say; ``keys`` gives the line of each module."""
     stretches = _stretches(run)
     if stretches is None:
@@ -238,7 +238,7 @@ def _measured(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str]) -> l
     return list(lines.values())
 
 
-def _stretches(run: Run) -> dict[str, int] | None:
+def _stretches(run: Recording) -> dict[str, int] | None:
     """Return what ``_STRETCH`` needs to know, None where nothing was recorded."""
     first, last = run.execute("SELECT min(step), max(step) FROM records").fetchall()[0]
     if first is None:
@@ -247,13 +247,15 @@ def _stretches(run: Run) -> dict[str, int] | None:
     return {"first": first, "span": span, "points": min(POINTS, span)}
 
 
-def _grads(run: Run) -> str:
+def _grads(run: Recording) -> str:
     """Return where to find the gradients that count; of several passes the last ones, which take twice the time."""
     several = run.execute(_HAS_SEVERAL_PASSES).fetchall()[0][0]
     return _LAST_GRADS if several else "grads"
 
 
-def _add_grad_norms(run: Run, lines: dict[str, ModuleLine], keys: dict[str, str], stretches: dict[str, int]) -> None:
+def _add_grad_norms(
+    run: Recording, lines: dict[str, ModuleLine], keys: dict[str, str], stretches: dict[str, int]
+) -> None:
     numbers = {key: number for number, key in enumerate(lines)}
     places = {"modules": list(keys), "lines": [numbers[key] for key in keys.values()]}
     found = list(lines.values())

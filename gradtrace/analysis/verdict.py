@@ -33,7 +33,7 @@ from gradtrace.trace.runinfo import ModuleInfo
 from gradtrace.trace.schema import Record
 
 if TYPE_CHECKING:
-    from gradtrace.analysis.run import Run
+    from gradtrace.analysis.recording import Recording
 
 _HISTORY_STEPS = 5
 _MOST_CONTAINED = 20
@@ -42,7 +42,7 @@ _MAY_COME_FROM_ELSEWHERE = frozenset({Cause.GRADIENT, Cause.CHANGED_GRADIENT, Ca
 
 
 def first_nan(
-    run: Run,
+    run: Recording,
     *,
     incident: int | None = None,
     steps: tuple[int | None, int | None] | None = None,
@@ -74,7 +74,7 @@ class _Origin:
 class _Inquiry:
     """One question to one run."""
 
-    def __init__(self, run: Run, bounds: tuple[int | None, int | None], rank: int | None) -> None:
+    def __init__(self, run: Recording, bounds: tuple[int | None, int | None], rank: int | None) -> None:
         self._run = run
         self._evidence = Evidence(run)
         self._modules: dict[str, ModuleInfo] = {}

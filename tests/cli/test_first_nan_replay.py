@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gradtrace_cli.first_nan_replay import operation, replay
 from gradtrace_cli.main import main
 
 from gradtrace.analysis.births import Explanation, read_births
+from gradtrace.analysis.replay_text import operation, replay
 from gradtrace.trace.confirmation import Boundary, Confirmation, SourceLine, Status
 from tests.analysis.rows import INF, MODULES, NAN, NEGINF, PARAMS, Rows, backward, forward, healthy, update
 from tests.traces import write_run

@@ -1,4 +1,4 @@
-"""What ``first-nan`` says of the replay: which operation, on which line, from what, and how sure that is. Pure."""
+"""What a verdict says of the replay: which operation, on which line, from what, and how sure that is. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``first-nan`` says, in the order in which people ask: what, where, how bad, what led to it. Pure."""
+"""What a verdict says in words, in the order in which people ask: what, where, how bad, what led to it. Pure."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from gradtrace.analysis import replay_text
+from gradtrace.analysis.replay_text import short_kind
 from gradtrace.analysis.verdict_model import Cause, Fate, Finding, Verdict
-
-from . import first_nan_replay
-from .first_nan_replay import short_kind
 
 if TYPE_CHECKING:
     from gradtrace.analysis.verdict_model import IncidentSummary
@@ -99,10 +98,10 @@ def _what_made_it(verdict: Verdict, finding: Finding) -> Iterator[str]:
     """Name the operation and its line, where they are known, then the module and the reason to name it."""
     explanation = verdict.explanation
     birth = explanation.birth if explanation else None
-    lines = [*first_nan_replay.operation(birth)] if birth else []
+    lines = [*replay_text.operation(birth)] if birth else []
     lines.append(("within" if birth else "made by", _made_by(finding)))
     if explanation and finding.cause.phase in _REPLAYABLE:
-        lines += first_nan_replay.replay(explanation)
+        lines += replay_text.replay(explanation)
     yield from (_line(label, text) for label, text in lines)
 
 
