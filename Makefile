@@ -21,7 +21,7 @@ PYTEST_ARGS ?=
 DEMO_RUN := demo.parquet
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint test-integrations peers clean
+.PHONY: demo test lint docs test-integrations chromium peers clean
 
 demo: .venv/.installed
 	.venv/bin/gradtrace record --force -o $(DEMO_RUN) examples/char_transformer.py --steps 30
@@ -36,8 +36,21 @@ lint: .venv-test/.installed
 	.venv-test/bin/mypy
 	.venv-test/bin/lint-imports
 
-test-integrations: .venv-integrations/.installed
+docs: .venv-test/.installed
+	.venv-test/bin/python docs/generate.py
+
+test-integrations: .venv-integrations/.installed chromium
 	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n auto tests/integrations $(PYTEST_ARGS)
+
+# The browser that the tests of the report drive; Debian's, as others have to be downloaded from elsewhere.
+chromium:
+	@command -v chromium > /dev/null || { \
+		if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+			export DEBIAN_FRONTEND=noninteractive; \
+			apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core; \
+		else \
+			echo 'The tests of the report need chromium on PATH: apt-get install chromium' >&2; exit 1; \
+		fi; }
 
 peers: .venv-peers/.installed
 	.venv-peers/bin/python -m benchmarks.zoo --peers

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .path import PATH
 from .step_range import read_step_range
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ Examples:
     metavar="N",
     help="Show N records that came before.",
 )
-@click.argument("run")
+@click.argument("run", type=PATH)
 def first_nan(
     run: str,
     as_json: bool,
@@ -50,7 +51,10 @@ def first_nan(
     rank: int | None,
     context: int,
 ) -> int:
-    """Name the first NaN or Inf that matters, what made it, and what led to it."""
+    """Name the first NaN or Inf that matters, what made it, and what led to it.
+
+    RUN is a recording: a file, the directory of several ranks, or a glob.
+    """
     from gradtrace.analysis.run import open_run
 
     with open_run(run) as opened:

@@ -32,9 +32,14 @@ _SECTIONS = {
         "first-nan": ".first_nan:first_nan",
         "summary": ".summary:summary",
         "sql": ".sql:sql",
+        "diff": ".diff:diff",
+        "check": ".check:check",
     },
+    "Share": {"report": ".report:report", "export": ".export:export"},
 }
 _COMMANDS = {name: place for section in _SECTIONS.values() for name, place in section.items()}
+
+_COMPLETE = "_GRADTRACE_COMPLETE"  # click's name for it
 
 EXIT_USAGE = 2
 EXIT_BAD_DATA = 3
@@ -98,19 +103,22 @@ def cli() -> None:
     """Record what every module of a PyTorch training run computes, then ask the recording where the first
     NaN or Inf was born.
 
-    RUN is a recording: a Parquet file, or the directory that a run of several ranks wrote.
+    RUN is a recording: a file, the directory of several ranks, or a glob.
     """
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code; ``record`` ends as the script ends.
 
-    ``arguments`` are those after the program's name, by default the process's own.
+    ``arguments`` are those after the program's name, by default the process's own. A shell that completes a line asks
+    by way of the environment.
 
     Raises:
         BaseException: under ``record``, what the script did not catch, for the interpreter to show.
     """
     try:
+        if instruction := os.environ.get(_COMPLETE):
+            return _complete(instruction)
         outcome = _ask_click(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except KeyboardInterrupt:
@@ -129,15 +137,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _ask_click(arguments: list[str]) -> Any:
-    """Return what the command returns, or the exit code that it asked for.
+    """Return what the command returns, or the exit code that it asked for. ``help NAME`` is ``NAME --help``.
 
     Not ``cli.main()``: that has exit codes and last words of its own for Ctrl-C, EOFError and closed pipes.
     """
+    if arguments[:1] == ["help"]:
+        arguments = [*arguments[1:2], "--help"]
     try:
         with cli.make_context("gradtrace", arguments) as context:
             return cli.invoke(context)
     except click.exceptions.Exit as exit_:
         return exit_.exit_code
+
+
+def _complete(instruction: str) -> int:
+    """Print the completions that the shell asks for, or the code that makes it ask; return the exit code."""
+    from click.shell_completion import shell_complete
+
+    return shell_complete(cli, {}, "gradtrace", _COMPLETE, instruction)
 
 
 def _report(error: Exception) -> int:
@@ -158,10 +175,24 @@ def _in_words(error: Exception) -> str:
     words = " ".join(error.format_message().split()).rstrip(".")
     if isinstance(error, click.NoSuchOption):
         words = f"no such option: {error.option_name}{_meant(error.possibilities or [])}"
+    if isinstance(error, click.BadParameter):
+        words += _meant(_close_choices(error))
     words = words[:1].lower() + words[1:]
     if not isinstance(error, click.UsageError) or error.ctx is None:
         return words
     return f"{words}{' See' if words.endswith('?') else '; see'}: {error.ctx.command_path} --help"
+
+
+def _close_choices(error: click.BadParameter) -> list[str]:
+    """Return the choices of an option that come close to what was given."""
+    import difflib
+    import re
+
+    given = re.match(r"'(.*)' is not one of", error.message)
+    kind = error.param.type if error.param is not None else None
+    if given is None or not isinstance(kind, click.Choice):
+        return []
+    return difflib.get_close_matches(given[1], map(str, kind.choices))
 
 
 def _meant(candidates: Sequence[str]) -> str:

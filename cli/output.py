@@ -16,9 +16,12 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TextIO
 
+from gradtrace.analysis.sparkline import BLOCKS
+from gradtrace.analysis.sparkline import sparkline as blocks_of
+from gradtrace.analysis.tabular import is_number
+
 FORMATS = ("table", "csv", "json", "jsonl", "markdown")
 
-_BLOCKS = "▁▂▃▄▅▆▇█"
 _ASCII_BLOCKS = ".:-=+*#@"
 _UNLIMITED = 1_000_000
 
@@ -97,28 +100,8 @@ def json_value(value: Any) -> Any:
 
 
 def sparkline(values: Sequence[float | None], out: TextIO) -> str:
-    """Return a block for each value on a logarithmic scale, fit for the encoding of ``out``.
-
-    ``!`` marks a value that is not finite, a blank one that is None.
-    """
-    blocks = _BLOCKS if _can_encode(out, _BLOCKS) else _ASCII_BLOCKS
-    known = [math.log10(value) for value in values if value and math.isfinite(value)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
-
-    def mark(value: float | None) -> str:
-        if value is None:
-            return " "
-        if not math.isfinite(value):
-            return "!"
-        return blocks[round((math.log10(value) - low) * scale)] if value else blocks[0]
-
-    return "".join(mark(value) for value in values)
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value belongs to the right of its cell."""
-    return isinstance(value, (int, float, decimal.Decimal)) and not isinstance(value, bool)
+    """Return the sparkline of a series, of characters that the encoding of ``out`` has."""
+    return blocks_of(values, BLOCKS if _can_encode(out, BLOCKS) else _ASCII_BLOCKS)
 
 
 def _can_encode(out: TextIO, characters: str) -> bool:

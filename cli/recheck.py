@@ -10,11 +10,15 @@ import click
 
 from gradtrace.errors import CaptureError
 
+from .path import PATH
+from .script_command import ScriptCommand
+
 if TYPE_CHECKING:
     from gradtrace.capture.recheck.ask import Part, RecheckResult
 
 
 @click.command(
+    cls=ScriptCommand,
     context_settings={"allow_interspersed_args": False},
     epilog="""\b
 Examples:
@@ -23,9 +27,9 @@ Examples:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the result as one JSON object.")
 @click.option("-m", "is_module", is_flag=True, help="Run SCRIPT as a module, like `python -m`.")
-@click.argument("capsule")
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("capsule", type=PATH)
+@click.argument("script", type=PATH)
+@click.argument("args", nargs=-1, type=PATH)
 def recheck(capsule: str, script: str, args: tuple[str, ...], as_json: bool, is_module: bool) -> int:
     """Run the failing step again in a mended script: is all of it finite now?
 

@@ -11,6 +11,7 @@ import click
 from gradtrace import settings
 from gradtrace.errors import CaptureError
 
+from .path import PATH
 from .record_plan import RecordPlan
 from .setting_options import SectionedCommand, setting_option
 
@@ -51,6 +52,7 @@ Examples:
 @click.option(
     "-o",
     "--output",
+    type=PATH,
     metavar="PATH",
     help="Recording to write: a file, or with more than one rank a directory with a file for each. "
     f"[default: {DEFAULT_OUTPUT}; an older one is moved aside]",
@@ -66,8 +68,8 @@ Examples:
 @_setting_options
 @click.option("--no-capsule", is_flag=True, help="Save no capsule of the first failing step.")
 @click.option("-q", "--quiet", is_flag=True, help="Print nothing of gradtrace's own but warnings.")
-@click.argument("script")
-@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", type=PATH)
+@click.argument("args", nargs=-1, type=PATH)
 def record(
     script: str,
     args: tuple[str, ...],

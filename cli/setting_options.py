@@ -11,6 +11,7 @@ from gradtrace.setting_kinds import GLOBS, TRUTH
 from gradtrace.settings import SETTINGS
 
 from .reading import reading
+from .script_command import ScriptCommand
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -29,8 +30,8 @@ def setting_option(key: str) -> Decorator:
     )
 
 
-class SectionedCommand(click.Command):
-    """A command whose help has its options in sections.
+class SectionedCommand(ScriptCommand):
+    """A command that runs a script and whose help has its options in sections.
 
     ``sections`` maps a title to the names of parameters; the others stand under "Options", ahead of them.
     """

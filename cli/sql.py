@@ -11,6 +11,7 @@ import click
 from gradtrace.errors import QueryError
 
 from .output import FORMATS, write
+from .path import PATH
 
 if TYPE_CHECKING:
     from gradtrace.analysis.sandbox import Result
@@ -19,7 +20,7 @@ _ROWS = 100
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run")
+@click.argument("run", type=PATH)
 @click.argument("query", required=False)
 @click.option("--file", "file", type=click.File("r"), metavar="PATH", help="Read the query from PATH, - for stdin.")
 @click.option("--schema", is_flag=True, help="Show the views, their columns and what they mean.")

@@ -2,34 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from .output import FORMATS, sparkline, write
+from .path import PATH
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from gradtrace.analysis.recording import Recording
-    from gradtrace.analysis.summary import ModuleLine, StepLine
+    from gradtrace.analysis.summary_model import By
 
-_MEASURED = (
-    "parameters", "calls", "records", "grad_norms", "grad_norm", "output_norms", "max_output", "max_grad",
-    "max_param", "nan", "inf",
-)  # fmt: skip
-_COLUMNS = {
-    "module": ("module", "type", *_MEASURED),
-    "type": ("type", *_MEASURED),
-    "step": (
-        "rank", "step", "level", "records", "loss", "grad_norm", "lr", "max_output", "max_grad", "max_param", "nan",
-        "inf", "skipped",
-    ),
-}  # fmt: skip
-_SERIES = ("grad_norms", "output_norms")
-_NOT_SORTABLE = ("module", "type", "level", *_SERIES)
+_WORDS = ("module", "type", "level")
 _HEADINGS = {
     "grad_norms": "grad norm",
     "grad_norm": "last",
@@ -40,8 +27,8 @@ _HEADINGS = {
 }
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.argument("run")
+@click.command()
+@click.argument("run", type=PATH)
 @click.option(
     "--by",
     type=click.Choice(["module", "step", "type"]),
@@ -67,7 +54,7 @@ _HEADINGS = {
     metavar="NAME",
     help="table, csv, json, jsonl or markdown.",
 )
-def summary(run: str, by: str, depth: int | None, sort: str | None, form: str) -> None:
+def summary(run: str, by: By, depth: int | None, sort: str | None, form: str) -> None:
     """Show norms over time, extremes and counts of NaN and Inf, one line a module.
 
     RUN is a recording: a file, the directory of several ranks, or a glob. The sparklines show the largest
@@ -78,37 +65,26 @@ def summary(run: str, by: str, depth: int | None, sort: str | None, form: str) -
     Example:
       $ gradtrace summary run.parquet --depth 2
     """
-    columns = _COLUMNS[by]
+    from gradtrace.analysis.run import open_run
+    from gradtrace.analysis.summary_model import COLUMNS, SERIES
+
     if depth is not None and by != "module":
         raise click.UsageError("--depth goes with --by module")
-    sortable = [column for column in columns if column not in _NOT_SORTABLE]
+    sortable = [column for column in COLUMNS[by] if column not in (*_WORDS, *SERIES)]
     if sort is not None and sort not in sortable:
         raise click.UsageError(f"cannot sort by {sort!r}; there are: {', '.join(sortable)}")
-    from gradtrace.analysis.run import open_run
 
     with open_run(run) as opened:
-        rows = [_row(line) for line in _lines(opened, by, depth)]
+        found = opened.summary(by, depth)
+        columns, rows = found.columns, found.rows
         if sort is not None:
-            rows.sort(key=lambda row: _rank(row[sort]), reverse=True)
+            place = columns.index(sort)
+            rows.sort(key=lambda row: _rank(row[place]), reverse=True)
         if form == "table":
             click.echo(_heading(opened))
         _write(form, columns, rows)
         for note in opened.missing:
             click.echo(f"gradtrace: note: {note}", err=True)
-
-
-def _lines(run: Recording, by: str, depth: int | None) -> Sequence[ModuleLine | StepLine]:
-    from gradtrace.analysis.summary import by_module, by_step, by_type
-
-    if by == "step":
-        return by_step(run)
-    return by_type(run) if by == "type" else by_module(run, depth)
-
-
-def _row(line: ModuleLine | StepLine) -> dict[str, Any]:
-    row = dataclasses.asdict(line)
-    row["module"] = row.get("name")
-    return row
 
 
 def _rank(value: float | None) -> tuple[bool, bool, float]:
@@ -117,17 +93,10 @@ def _rank(value: float | None) -> tuple[bool, bool, float]:
 
 
 def _heading(run: Recording) -> str:
-    info, captured = run.info, run.captured
-    facts = [
-        f"{run.steps:,} steps",
-        f"{captured:,} captured in full" if captured < run.steps else "",
-        f"{len(run.infos)} ranks" if len(run.infos) > 1 else "",
-        f"{len(info.modules):,} modules",
-        f"{sum(one.records for one in run.infos):,} records",
-        run.end,
-    ]
-    command = " ".join(info.command)
-    lines = [f"{run.path}  {command}".rstrip(), ", ".join(filter(None, facts))]
+    from gradtrace.analysis.summary import facts
+
+    command, captured = " ".join(run.info.command), run.captured
+    lines = [f"{run.path}  {command}".rstrip(), facts(run, captured)]
     if captured < run.steps:  # else the table has it all
         lines += _courses(run)
     return "\n".join(lines) + "\n"
@@ -145,17 +114,17 @@ def _courses(run: Recording) -> list[str]:
     ]
 
 
-def _write(form: str, columns: Sequence[str], rows: list[dict[str, Any]]) -> None:
+def _write(form: str, columns: Sequence[str], rows: list[tuple[Any, ...]]) -> None:
+    from gradtrace.analysis.summary_model import cell
+
     out = sys.stdout
     if form not in ("table", "markdown"):
-        write(out, form, columns, ([row[column] for column in columns] for row in rows))
+        write(out, form, columns, rows)
         return
-
-    def cell(column: str, value: Any) -> Any:
-        if column in _SERIES:
-            return sparkline(value, out)
-        return "(root)" if column == "module" and value == "" else value
-
     words = _HEADINGS if "grad_norms" in columns else _HEADINGS | {"grad_norm": "grad norm"}
     headings = [words.get(column, column) for column in columns]
-    write(out, form, headings, ([cell(column, row[column]) for column in columns] for row in rows), digits=4)
+    cells = (
+        [cell(column, value, lambda series: sparkline(series, out)) for column, value in zip(columns, row, strict=True)]
+        for row in rows
+    )
+    write(out, form, headings, cells, digits=4)

@@ -14,8 +14,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from gradtrace.analysis.check.model import Checkup as Checkup
+    from gradtrace.analysis.compare.model import Difference as Difference
     from gradtrace.analysis.run import Run as Run
     from gradtrace.analysis.run import open_run as open_run
+    from gradtrace.analysis.sandbox import Result as Result
+    from gradtrace.analysis.summary_model import Summary as Summary
+    from gradtrace.analysis.verdict_model import Verdict as Verdict
     from gradtrace.capture.block import trace as trace
     from gradtrace.capture.recheck.ask import RecheckResult as RecheckResult
     from gradtrace.capture.recheck.ask import recheck as recheck
@@ -27,8 +32,13 @@ if TYPE_CHECKING:
 _HOME = {
     "RecheckResult": "gradtrace.capture.recheck.ask",
     "recheck": "gradtrace.capture.recheck.ask",
+    "Checkup": "gradtrace.analysis.check.model",
+    "Difference": "gradtrace.analysis.compare.model",
     "Run": "gradtrace.analysis.run",
     "open_run": "gradtrace.analysis.run",
+    "Result": "gradtrace.analysis.sandbox",
+    "Summary": "gradtrace.analysis.summary_model",
+    "Verdict": "gradtrace.analysis.verdict_model",
     "Tracer": "gradtrace.capture.tracer",
     "trace": "gradtrace.capture.block",
     "GradtraceError": "gradtrace.errors",

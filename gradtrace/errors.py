@@ -18,6 +18,10 @@ class NotARunError(GradtraceError):
     """The file exists, but it is no recording that this gradtrace can read."""
 
 
+class RunClosedError(GradtraceError):
+    """A run was asked after it was closed."""
+
+
 class RunExistsError(GradtraceError):
     """A recording would overwrite an older one."""
 

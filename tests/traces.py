@@ -14,8 +14,8 @@ from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
 
 
-def write_run(path: str | os.PathLike[str], records: Iterable[Record], **info: Any) -> Path:
-    """Write a finished run of the records, a batch a step, and return its path.
+def write_run(path: str | os.PathLike[str], records: Iterable[Record], *, steps_at_once: int = 1, **info: Any) -> Path:
+    """Write a finished run of the records, a batch every ``steps_at_once`` steps, and return its path.
 
     ``info`` are fields of ``RunInfo``; ``end``, ``steps`` and ``last_step`` follow from the records unless
     given. With ``world_size`` above 1 the path is the directory of the ranks.
@@ -24,7 +24,7 @@ def write_run(path: str | os.PathLike[str], records: Iterable[Record], **info: A
     steps = {record.step for record in rows}
     facts = {"run_id": "test", "steps": len(steps), "last_step": max(steps, default=None)} | info
     writer = RunWriter(path, RunInfo(**facts))
-    for _, step in groupby(rows, key=lambda record: record.step):
+    for _, step in groupby(rows, key=lambda record: record.step // steps_at_once):
         writer.write(batch_of_records(step))
     writer.finish(RunInfo(**({"end": "completed"} | facts)))
     return writer.run_path

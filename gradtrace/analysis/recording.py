@@ -19,6 +19,7 @@ import duckdb
 from gradtrace.analysis.sandbox import Result
 from gradtrace.analysis.source import Source, find_sources
 from gradtrace.analysis.views import add_records, add_views, native_connection, sandboxed_connection
+from gradtrace.errors import RunClosedError
 from gradtrace.trace.runinfo import RunInfo
 
 if TYPE_CHECKING:
@@ -92,17 +93,37 @@ class Recording:
 
         Raises:
             QueryError: it is no query, or DuckDB refuses it.
+            RunClosedError: the recording is closed.
         """
+        self._demand_open()
         return Result(lambda: sandboxed_connection(self._parquet, self._journals, self.infos), query)
 
     def execute(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> duckdb.DuckDBPyConnection:
-        """Run a trusted query, of the library's own, and return a cursor to fetch its rows from."""
+        """Run a trusted query, of the library's own, and return a cursor to fetch its rows from.
+
+        Raises:
+            RunClosedError: the recording is closed.
+        """
+        self._demand_open()
         return self.connection.cursor().execute(query, parameters)
+
+    def show_to(self, connection: duckdb.DuckDBPyConnection, view: str) -> None:
+        """Add the records as a view to a connection that may read files, so that it can see several recordings.
+
+        Raises:
+            RunClosedError: the recording is closed.
+        """
+        self._demand_open()
+        add_records(connection, self._parquet, self._journals, view)
 
     def close(self) -> None:
         """Let go of the files. Closing twice is harmless."""
         self.connection.close()
         self._finalizer()
+
+    def _demand_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RunClosedError(f"{self.path} is closed; open it again with gradtrace.open_run")
 
     def __enter__(self) -> Self:
         return self

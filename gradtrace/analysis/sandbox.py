@@ -8,12 +8,14 @@ Arrow, and statement types are checked only to say clearly what is not allowed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import duckdb
 
+from gradtrace.analysis.tabular import SHOWN, Tabular, require_pandas
 from gradtrace.errors import QueryError
 
 if TYPE_CHECKING:
@@ -37,8 +39,11 @@ def lock(connection: duckdb.DuckDBPyConnection) -> None:
         connection.execute(statement)
 
 
-class Result:
-    """The answer to a query: iterate over it to stream the rows, or take all of them at once."""
+class Result(Tabular):
+    """The answer to a query: iterate over it to stream the rows, or take all of them at once.
+
+    Showing it fetches no more rows than are shown.
+    """
 
     def __init__(self, connect: Callable[[], duckdb.DuckDBPyConnection], query: str) -> None:
         """Run the query on a connection of its own, which ``connect`` makes and ``lock`` has shut.
@@ -49,8 +54,14 @@ class Result:
         self._connect = connect
         self._query = query
         self._rows: list[tuple[Any, ...]] | None = None
+        self._first: list[tuple[Any, ...]] | None = None
         self._running: duckdb.DuckDBPyConnection | None = self._run()
-        self.columns: list[str] = [column[0] for column in self._running.description or ()]
+        self._columns = [column[0] for column in self._running.description or ()]
+
+    @property
+    def columns(self) -> list[str]:
+        """Names of the columns."""
+        return self._columns
 
     @property
     def rows(self) -> list[tuple[Any, ...]]:
@@ -59,7 +70,7 @@ class Result:
             self._rows = list(self)
         return self._rows
 
-    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+    def __iter__(self) -> Generator[tuple[Any, ...], None, None]:
         """Yield the rows one by one without keeping them.
 
         Raises:
@@ -68,21 +79,45 @@ class Result:
         if self._rows is not None:
             yield from self._rows
             return
-        running, self._running = self._running or self._run(), None
-        with running, query_errors():
+        with self._take() as running, query_errors():
             while rows := running.fetchmany(_ROWS_AT_ONCE):
                 yield from rows
 
     def arrow(self) -> pa.Table:
-        """Return the rows as an Arrow table."""
+        """Return the rows as an Arrow table, of the types that DuckDB gives them.
+
+        Raises:
+            QueryError: the query fails on the way.
+        """
         with self._connect() as connection, query_errors():
             table: pa.Table = connection.sql(self._query).to_arrow_table()
             return table
 
     def df(self) -> Any:
-        """Return the rows as a pandas DataFrame."""
-        with self._connect() as connection, query_errors():
-            return connection.sql(self._query).df()
+        """Return the rows as a pandas DataFrame, of the types that DuckDB gives them.
+
+        Raises:
+            MissingPackageError: pandas is not installed.
+            QueryError: the query fails on the way.
+        """
+        require_pandas()
+        with self._take() as running, query_errors():
+            return running.df()
+
+    def _head(self) -> tuple[list[Sequence[Any]], str]:
+        if self._rows is None and self._first is None:
+            with closing(iter(self)) as rows:
+                self._first = list(islice(rows, SHOWN + 1))
+            if len(self._first) <= SHOWN:
+                self._rows = self._first
+        if self._rows is not None:
+            return super()._head()
+        return list((self._first or [])[:SHOWN]), "more rows"
+
+    def _take(self) -> duckdb.DuckDBPyConnection:
+        """Return the connection whose rows are still to be fetched, for the caller to close."""
+        running, self._running = self._running or self._run(), None
+        return running
 
     def _run(self) -> duckdb.DuckDBPyConnection:
         connection = self._connect()

@@ -6,9 +6,11 @@ SQL does the counting, so that ten million rows are a matter of a second; Python
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from gradtrace.analysis.recording import Recording
+from gradtrace.analysis.summary_model import COLUMNS, By, Course, ModuleLine, StepLine, Summary
+from gradtrace.analysis.tabular import counted
+from gradtrace.errors import NoMatchError
 
 POINTS = 16
 """Most points of a series; each stands for an equal stretch of steps."""
@@ -110,59 +112,35 @@ ORDER BY step, rank
 """
 
 
-@dataclass
-class ModuleLine:
-    """A module, with those that are folded into it, or all modules of a type.
+def summarize(run: Recording, by: By = "module", depth: int | None = None) -> Summary:
+    """Return the summary of a run, a line a module, a type of modules, or a step.
 
-    ``parameters`` is a number of elements, ``calls`` of calls. The two series hold the largest norm of each
-    stretch of steps: None where nothing was recorded, NaN where something was not finite. ``grad_norm`` is
-    the norm of the last step that has finite gradients. ``max_output``, ``max_grad`` and ``max_param`` are
-    the largest finite magnitudes; ``nan`` and ``inf`` count records that hold such elements.
+    With ``by="module"`` modules more than ``depth`` levels below their root are folded into the one above them at that
+    level.
+
+    Raises:
+        NoMatchError: there is no summary of that kind, or none with a depth.
     """
-
-    name: str
-    type: str
-    parameters: int = 0
-    calls: int = 0
-    records: int = 0
-    grad_norms: list[float | None] = field(default_factory=list)
-    grad_norm: float | None = None
-    output_norms: list[float | None] = field(default_factory=list)
-    max_output: float | None = None
-    max_grad: float | None = None
-    max_param: float | None = None
-    nan: int = 0
-    inf: int = 0
+    if by not in COLUMNS:
+        raise NoMatchError(f"there is no summary by {by!r}; there are: {', '.join(COLUMNS)}")
+    if depth is not None and (by != "module" or depth < 0):
+        raise NoMatchError("a depth is a number of levels, from 0, and goes with a summary by module")
+    if by == "step":
+        return Summary(by, tuple(by_step(run)))
+    return Summary(by, tuple(by_type(run) if by == "type" else by_module(run, depth)))
 
 
-@dataclass
-class Course:
-    """The losses of a run, or the norms of all its gradients: the largest size in each stretch, and the last value.
-
-    Stretches are those of ``ModuleLine``.
-    """
-
-    points: list[float | None]
-    last: float | None = None
-
-
-@dataclass
-class StepLine:
-    """A step of one rank; the extremes are those of ``ModuleLine``. ``level`` is "full" or "watched"."""
-
-    rank: int
-    step: int
-    level: str
-    records: int
-    loss: float | None
-    grad_norm: float | None
-    lr: float | None
-    max_output: float | None
-    max_grad: float | None
-    max_param: float | None
-    nan: int
-    inf: int
-    skipped: bool
+def facts(run: Recording, captured: int) -> str:
+    """Say what there is of a run, ``captured`` of its steps in full: steps, ranks, modules, records, how it ended."""
+    words = [
+        counted(run.steps, "step"),
+        f"{captured:,} captured in full" if captured < run.steps else "",
+        f"{len(run.infos)} ranks" if len(run.infos) > 1 else "",
+        counted(len(run.info.modules), "module"),
+        counted(sum(info.records for info in run.infos), "record"),
+        run.end,
+    ]
+    return ", ".join(filter(None, words))
 
 
 def by_module(run: Recording, depth: int | None = None) -> list[ModuleLine]:

@@ -1,16 +1,21 @@
-"""What a verdict is: plain data, and the JSON object that scripts rely on. Knows no SQL and no rules."""
+"""What a verdict is: plain data, its records as a table, and the JSON object that scripts rely on.
+
+Knows no SQL, no rules and no words: those are in ``verdict_text`` and ``verdict_html``, asked for when it is shown.
+"""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 from gradtrace.analysis.births import Explanation, nothing_to_explain
 from gradtrace.analysis.scene import kind_of
-from gradtrace.trace.schema import Record
+from gradtrace.analysis.tabular import Tabular
+from gradtrace.trace.schema import COLUMNS, Record
 
 VERDICT_SCHEMA_VERSION = 1
 
@@ -175,12 +180,13 @@ class RunFacts:
         return {"path": self.path, "steps": self.steps, "end": self.end, "missing": list(self.missing)}
 
 
-@dataclass(frozen=True)
-class Verdict:
+@dataclass(frozen=True, repr=False)
+class Verdict(Tabular):
     """The first non-finite boundary of an incident and what made it; ``finding`` is None with nothing wrong.
 
     ``since`` maps what was reached (loss, grad, buffer, param) to the step in which it first was;
-    ``explanation`` is what the replay of the step says of the finding.
+    ``explanation`` is what the replay of the step says of the finding. ``str()`` is the text of
+    ``gradtrace first-nan``; as a table it is the records that led to it.
     """
 
     run: RunFacts
@@ -206,6 +212,44 @@ class Verdict:
     def found(self) -> bool:
         """Whether something that matters was non-finite."""
         return self.finding is not None
+
+    @property
+    def trail(self) -> tuple[Record, ...]:
+        """The records that led to the boundary that is named, and that one, oldest first."""
+        if self.finding is None:
+            return ()
+        rows = (*self.context, self.finding.row)
+        if self.finding.cause is not Cause.INITIAL:
+            return rows
+        return tuple(sorted({row.seq: row for row in (*rows, self.finding.seen)}.values(), key=lambda row: row.seq))
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the columns: those of a record, and what became of the value there."""
+        return (*_RECORD_KEYS, "fate")
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """A row for each record of ``trail``; ``fate`` is made, passed on, contained, tolerated, or None."""
+        return [
+            (*(getattr(row, key) for key in _RECORD_KEYS), fate.value if (fate := self.fates.get(row.seq)) else None)
+            for row in self.trail
+        ]
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """Arrow's names of the columns' types: those of the recording."""
+        return {column.name: column.type for column in COLUMNS} | {"fate": "string"}
+
+    def __str__(self) -> str:
+        from gradtrace.analysis.verdict_text import text
+
+        return text(self)
+
+    def _repr_html_(self) -> str:
+        from gradtrace.analysis.verdict_html import html
+
+        return html(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of ``first-nan --json``; not measured is None, not finite a string."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradtrace.analysis import replay_text
 from gradtrace.analysis.replay_text import short_kind
+from gradtrace.analysis.tabular import counted, text_table
 from gradtrace.analysis.verdict_model import Cause, Fate, Finding, Verdict
 
 if TYPE_CHECKING:
@@ -38,6 +39,12 @@ def notes(verdict: Verdict) -> Iterator[str]:
     yield from run.missing
 
 
+def text(verdict: Verdict) -> str:
+    """Return all of it as one text, the notes last."""
+    blocks = (text_table(block.columns, block.rows) if isinstance(block, Table) else block for block in report(verdict))
+    return "\n".join([*blocks, *(f"note: {note}" for note in notes(verdict))])
+
+
 def report(verdict: Verdict) -> Iterator[str | Table]:
     """Yield the lines and tables of the verdict."""
     if verdict.finding is None:
@@ -58,8 +65,8 @@ def _nothing_wrong(verdict: Verdict) -> Iterator[str]:
         yield "The run holds no records, so nothing can be said of it."
         return
     yield (
-        f"No NaN or Inf that matters in {_count(run.steps, 'step')} of {_count(run.modules, 'module')} "
-        f"({_count(run.records, 'record')})."
+        f"No NaN or Inf that matters in {counted(run.steps, 'step')} of {counted(run.modules, 'module')} "
+        f"({counted(run.records, 'record')})."
     )
     for fate, words in (
         (Fate.TOLERATED, "Tolerated (again and again, or a mask, without harm)"),
@@ -153,13 +160,10 @@ def _how_far(verdict: Verdict) -> Iterator[str]:
 
 
 def _what_led_to_it(verdict: Verdict, finding: Finding) -> Iterator[str | Table]:
-    rows = [*verdict.context, finding.row]
-    if finding.cause is Cause.INITIAL:
-        rows = sorted({row.seq: row for row in (*rows, finding.seen)}.values(), key=lambda row: row.seq)
     yield ""
     yield "What led to it, oldest first"
     columns = ("", "step", "phase", "module", "tensor", "min", "max", "norm", "nan", "inf", "fate")
-    yield Table(columns, [_table_row(row, verdict, row.seq == finding.row.seq) for row in rows])
+    yield Table(columns, [_table_row(row, verdict, row.seq == finding.row.seq) for row in verdict.trail])
 
 
 def _table_row(row: Record, verdict: Verdict, marked: bool) -> tuple[Any, ...]:
@@ -242,10 +246,6 @@ def _statistics(row: Record) -> tuple[Decimal | float | None, ...]:
 def _rounded(value: float | None) -> Decimal | float | None:
     """Return a number of four digits that still counts as one: a table aligns it to the right."""
     return Decimal(f"{value:.4g}") if value is not None and math.isfinite(value) else value
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _some(words: Sequence[str], most: int = 3) -> str:

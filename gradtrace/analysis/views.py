@@ -52,10 +52,15 @@ def native_connection() -> duckdb.DuckDBPyConnection:
     return connection
 
 
-def add_records(connection: duckdb.DuckDBPyConnection, parquet: Sequence[str], journals: Sequence[pa.Table]) -> None:
-    """Add the view ``records`` over Parquet files and rows from journals."""
+def add_records(
+    connection: duckdb.DuckDBPyConnection,
+    parquet: Sequence[str],
+    journals: Sequence[pa.Table],
+    view: str = "records",
+) -> None:
+    """Add the view ``records``, or one of another name, over Parquet files and rows from journals."""
     files = ", ".join(_quoted(glob.escape(path)) for path in parquet)
-    _add_records(connection, f"read_parquet([{files}])" if parquet else None, journals)
+    _add_records(connection, f"read_parquet([{files}])" if parquet else None, journals, view)
 
 
 def sandboxed_connection(
@@ -70,7 +75,7 @@ def sandboxed_connection(
 
         files = pyarrow.dataset.dataset(list(parquet), schema=ARROW_SCHEMA, format="parquet")
         connection.register("parquet_rows", files)
-    _add_records(connection, "parquet_rows" if parquet else None, journals)
+    _add_records(connection, "parquet_rows" if parquet else None, journals, "records")
     add_views(connection, infos)
     sandbox.lock(connection)
     return connection
@@ -133,7 +138,9 @@ def elements(shape: str) -> int:
     return math.prod(int(size) for size in sizes.split(",")) if sizes else 1
 
 
-def _add_records(connection: duckdb.DuckDBPyConnection, files: str | None, journals: Sequence[pa.Table]) -> None:
+def _add_records(
+    connection: duckdb.DuckDBPyConnection, files: str | None, journals: Sequence[pa.Table], view: str
+) -> None:
     scans = [files] if files else []
     if journals or not files:
         import pyarrow as pa
@@ -141,11 +148,11 @@ def _add_records(connection: duckdb.DuckDBPyConnection, files: str | None, journ
         from gradtrace.trace.arrow import ARROW_SCHEMA
 
         connection.register("arrow_rows", pa.concat_tables([ARROW_SCHEMA.empty_table(), *journals]))
-        connection.execute("CREATE TABLE journal_rows AS FROM arrow_rows")
+        connection.execute(f"CREATE TABLE journal_{view} AS FROM arrow_rows")
         connection.unregister("arrow_rows")
-        scans.append("journal_rows")
+        scans.append(f"journal_{view}")
     selects = " UNION ALL ".join(f"SELECT {_COLUMNS} FROM {scan}" for scan in scans)
-    connection.execute(f"CREATE VIEW records AS {selects}")
+    connection.execute(f"CREATE VIEW {view} AS {selects}")
 
 
 def _quoted(text: str) -> str:

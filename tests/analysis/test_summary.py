@@ -8,7 +8,8 @@ import pytest
 from traces import write_run
 
 from gradtrace.analysis.run import open_run
-from gradtrace.analysis.summary import Course, ModuleLine, StepLine, by_module, by_step, by_type, courses
+from gradtrace.analysis.summary import by_module, by_step, by_type, courses
+from gradtrace.analysis.summary_model import Course, ModuleLine, StepLine
 from gradtrace.trace.runinfo import ModuleInfo
 from gradtrace.trace.schema import Record
 

@@ -20,7 +20,8 @@ from gradtrace import errors
 from gradtrace.trace.schema import Record
 
 CONSOLE_SCRIPT = str(Path(sysconfig.get_path("scripts"), "gradtrace"))
-HEAVY = ["torch", "duckdb", "pyarrow", "rich"]
+HEAVY = ["torch", "duckdb", "pyarrow", "rich", "plotly", "tensorboard", "pandas"]
+COMMANDS = list(main_module._COMMANDS)
 
 
 @pytest.fixture
@@ -126,12 +127,55 @@ def test_typing_errors_come_with_what_was_meant(tmp_path, monkeypatch, capsys, a
     assert (main(arguments), *capsys.readouterr()) == (2, "", f"gradtrace: error: {message}\n")
 
 
-def test_without_a_command_the_help_is_shown_and_it_was_a_usage_error(capsys):
-    code = main([])
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("first-nan", ["run.parquet", "--jsno"], "no such option: --jsno; did you mean --json?"),
+        ("summary", ["run.parquet", "--dpeth", "2"], "no such option: --dpeth; did you mean --depth?"),
+        ("record", ["--evry", "2", "train.py"], "no such option: --evry; did you mean --every?"),
+        ("export", ["run.parquet", "--tensorbord", "x"], "no such option: --tensorbord; did you mean --tensorboard?"),
+        ("sql", ["run.parquet", "--xyz"], "no such option: --xyz;"),
+        (
+            "sql",
+            ["run.parquet", "-f", "tabel", "select 1"],
+            "invalid value for '-f' / '--format': 'tabel' is not one of 'table', 'csv', 'json', 'jsonl', 'markdown'; "
+            "did you mean table?",
+        ),
+        (
+            "summary",
+            ["run.parquet", "--by", "color"],
+            "invalid value for '--by': 'color' is not one of 'module', 'step', 'type';",
+        ),
+        ("sql", ["run.parquet", "--rows", "-2"], "invalid value for '--rows': -2 is not in the range x>=-1;"),
+    ],
+)
+def test_typing_errors_of_a_command_come_with_what_was_meant(capsys, name, arguments, message):
+    see = "See" if message.endswith("?") else "see"
+    expected = f"gradtrace: error: {message} {see}: gradtrace {name} --help\n"
 
-    stdout, stderr = capsys.readouterr()
-    assert (code, stdout) == (2, "")
-    assert stderr.startswith("Usage: gradtrace [OPTIONS] COMMAND [ARGS]...")
+    assert (main([name, *arguments]), *capsys.readouterr()) == (2, "", expected)
+
+
+def test_without_a_command_all_of_the_help_is_shown_and_it_was_a_usage_error(capsys):
+    main(["--help"])
+    help_text = capsys.readouterr().out
+
+    assert (main([]), *capsys.readouterr()) == (2, "", help_text)
+    assert help_text.startswith("Usage: gradtrace [OPTIONS] COMMAND [ARGS]...")
+
+
+@pytest.mark.parametrize("name", [[], ["sql"], ["first-nan"]])
+def test_help_is_an_option_and_may_be_asked_for_as_a_command(capsys, name):
+    main([*name, "--help"])
+    help_text = capsys.readouterr().out
+
+    assert (main(["help", *name]), *capsys.readouterr()) == (0, help_text, "")
+
+
+def test_help_for_what_there_is_not_is_an_error(capsys):
+    assert main(["help", "summry"]) == 2
+    message = "no such command: summry; did you mean summary? See: gradtrace --help"
+    assert capsys.readouterr() == ("", f"gradtrace: error: {message}\n")
 
 
 def test_a_reader_that_has_left_is_no_error():
@@ -150,13 +194,20 @@ def test_help_lists_the_commands_in_the_order_of_use(capsys):
     assert main(["-h"]) == 0
 
     text = capsys.readouterr().out
-    assert re.findall(r"^(?:Record|Ask):$|^  (?:record|first-nan|summary|sql)(?=  )", text, re.MULTILINE) == [
+    assert re.findall(r"^(?:\w+:$|  [a-z-]+(?=  ))", text, re.MULTILINE) == [
+        "Options:",
         "Record:",
         "  record",
+        "  recheck",
         "Ask:",
         "  first-nan",
         "  summary",
         "  sql",
+        "  diff",
+        "  check",
+        "Share:",
+        "  report",
+        "  export",
     ]
     assert text.endswith(
         """
@@ -173,7 +224,7 @@ def test_help_lists_the_commands_in_the_order_of_use(capsys):
     )
 
 
-@pytest.mark.parametrize("command", ["record", "first-nan", "summary", "sql"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_every_command_has_an_example_and_says_one_thing_a_line(capsys, command):
     assert main([command, "-h"]) == 0
 
@@ -224,10 +275,7 @@ def loaded_after(code, modules):
         ("import gradtrace.capture.script", HEAVY),
         ("from gradtrace_cli.main import main; main(['--help'])", HEAVY),
         ("from gradtrace_cli.main import main; main(['--version'])", HEAVY),
-        ("from gradtrace_cli.main import main; main(['record', '--help'])", HEAVY),
-        ("from gradtrace_cli.main import main; main(['first-nan', '--help'])", HEAVY),
-        ("from gradtrace_cli.main import main; main(['summary', '--help'])", HEAVY),
-        ("from gradtrace_cli.main import main; main(['sql', '--help'])", HEAVY),
+        *((f"from gradtrace_cli.main import main; main([{name!r}, '--help'])", HEAVY) for name in COMMANDS),
         ("import gradtrace.analysis.run", ["torch", "rich"]),
         ("from gradtrace import open_run", ["torch", "rich"]),
         ("import gradtrace.capture.tracer", ["duckdb", "rich"]),

@@ -3,7 +3,7 @@
 import json
 
 import gradtrace
-from tests.cli.test_record_training import CONSOLE_SCRIPT, own_lines, record, run
+from tests.integrations.test_record_training import CONSOLE_SCRIPT, own_lines, record, run
 
 TRAIN = """
 import torch

@@ -1,0 +1,1 @@
+"""What precedes a NaN or wastes a run: rules, each a small SQL file in ``rules/``, asked of a recording."""
