@@ -109,6 +109,11 @@ class Evidence:
             found += self._records(_LOW_LOSS_SCALES)
         return found
 
+    def first_of_step(self, row: Record) -> int:
+        """Return the number of the first record in a record's step."""
+        query = "SELECT min(seq) FROM boundaries WHERE rank = ? AND step = ?"
+        return int(self._fetch(query, [row.rank, row.step])[0][0])
+
     def scene(self, last: Record) -> list[Record]:
         """Return the passes of a step from the first with a non-finite value to the one of ``last``."""
         query = f"""

@@ -131,7 +131,7 @@ class _Inquiry:
             fates={**{like.seq: _harmless_fate(like, n) for like, n in healthy}, **finding.fates},
             candidates=candidates_for(
                 finding,
-                [other.finding for other in origins[1:]],
+                [(other.finding, self._when(other) > self._when(origin)) for other in origins[1:]],
                 self._run.infos,
                 self._gap(row),
                 watched=self._evidence.is_watched(row.rank, row.step),
@@ -142,14 +142,22 @@ class _Inquiry:
         )
 
     def _origins(self, chosen: RunIncident) -> list[_Origin]:
-        """Return the answers of the ranks that may have made it; those that only received it are left out."""
+        """Return the answers of the ranks that may have made it, in the order in which the ranks came to it.
+
+        Those that only received it are left out.
+        """
         origins = []
         for rank, incident in chosen.by_rank.items():
             start = self._start(rank, incident) if incident.first_step == chosen.first_step else None
             if start is not None:
                 origins.append(_Origin(rank, incident, self._explain(start)))
         made = [o for o in origins if o.finding.cause not in _MAY_COME_FROM_ELSEWHERE]
-        return made or origins[:1]
+        return sorted(made, key=self._when) if len(made) > 1 else made or origins[:1]
+
+    def _when(self, origin: _Origin) -> tuple[int, int, int]:
+        """Return when in its own order a rank met the value: ranks that run the same program can be compared."""
+        seen = origin.finding.seen
+        return seen.step, seen.micro_step, seen.seq - self._evidence.first_of_step(seen)
 
     def _start(self, rank: int, incident: Incident) -> Record | None:
         """Return the first record that mattered in the incident."""

@@ -39,6 +39,7 @@ from gradtrace.capture.replay.undo import swapped_buffers, undone
 from gradtrace.capture.rows import Row, RowBuffer
 from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, quiet
+from gradtrace.capture.sharding import sharding
 from gradtrace.trace.confirmation import Confirmation, SourceLine
 
 
@@ -108,8 +109,9 @@ def _obstacle(kept: Sequence[Kept], dropped: int) -> str | None:
         reason = call.trouble or call.changed
         if reason is not None:
             return reason
-        if any(hasattr(p, "to_local") for m, _ in call.training for p in m._parameters.values()):
-            return "the model's parameters are sharded (DTensor)"
+        by = sharding(module for module, _ in call.training)
+        if by is not None:
+            return f"the model's parameters are sharded ({by})"
         if any(isinstance(m, torch.jit.ScriptModule) for m, _ in call.training):
             return "a part of the model is scripted (torch.jit): it cannot run on copies of its buffers"
     return None
