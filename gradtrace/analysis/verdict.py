@@ -120,7 +120,7 @@ class _Inquiry:
             module_type=module.type if module else None,
             source=(module.file, module.line) if module and module.file and module.line else None,
             incident=next(summary for summary in summaries if summary.chosen),
-            reached=tuple(what for what in chosen.reached if what in ("loss", "grad", "buffer", "param")),
+            reached=_reached(origin.incident, chosen),
             since=self._timeline.since(origin.rank, origin.incident),
             received_by=tuple(sorted(set(chosen.by_rank) - {other.rank for other in origins})),
             handled=self._was_handled(origin),
@@ -283,6 +283,12 @@ class _Inquiry:
             records=sum(info.records for info in run.infos),
             last_step=max((steps[-1] for steps in self._timeline.steps.values()), default=None),
         )
+
+
+def _reached(first: Incident, all_ranks: RunIncident) -> tuple[str, ...]:
+    """Return what was reached, in the order of the rank that made the value; the others only received it."""
+    whats = dict.fromkeys([*first.reached, *all_ranks.reached])
+    return tuple(what for what in whats if what in ("loss", "grad", "buffer", "param"))
 
 
 class _Tolerance:

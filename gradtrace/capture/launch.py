@@ -1,9 +1,14 @@
-"""Which process of a launch this is, from the environment that torchrun and other launchers set."""
+"""Which process of a launch this is: from the environment that torchrun and other launchers set, or from
+torch.distributed where that is at work, in processes that the script or its framework has started itself.
+"""
 
 from __future__ import annotations
 
 import os
+import uuid
 from dataclasses import dataclass
+
+from torch import distributed
 
 
 @dataclass(frozen=True)
@@ -17,16 +22,34 @@ class Launch:
 
     @classmethod
     def of_environment(cls) -> Launch:
-        """Read RANK, WORLD_SIZE and torchrun's own variables; a single process has no shared run id."""
-        world_size = _number("WORLD_SIZE", 1)
+        """Read RANK, WORLD_SIZE and torchrun's own variables; a single process has no shared run id.
+
+        Once there is a process group, it is what says rank and size.
+        """
+        together = distributed.is_available() and distributed.is_initialized()
+        world_size = distributed.get_world_size() if together else _number("WORLD_SIZE", 1)
         if world_size < 2:
             return cls(world_size=1)
         return cls(
-            rank=_number("RANK", 0),
+            rank=distributed.get_rank() if together else _number("RANK", 0),
             world_size=world_size,
             attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
-            run_id=_shared_id(world_size),
+            run_id=(_left_in_store() if together else None) or _shared_id(world_size),
         )
+
+
+def _left_in_store() -> str | None:
+    """Return what the first process to ask has left in the store of the process group: nobody waits for another.
+
+    None where the launcher has a name for the launch, which restarts share, or where there is no such store.
+    """
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        return None
+    try:
+        store = distributed.distributed_c10d._get_default_store()
+        return store.compare_set("gradtrace", "", uuid.uuid4().hex).decode()
+    except Exception:  # an interface of torch's own, and a store of anybody's
+        return None
 
 
 def _shared_id(world_size: int) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gradtrace.analysis.classify import Background, find_cause
+from gradtrace.analysis.run import open_run
 from gradtrace.analysis.scene import Scene
 from gradtrace.analysis.verdict import first_nan
 from gradtrace.analysis.verdict_model import Cause, Fate, Verdict
@@ -487,8 +488,27 @@ def test_what_one_rank_made_the_others_received(tmp_path: Path) -> None:
         alone = first_nan(run, rank=2)
     answer = verdict.to_dict()
     assert (answer["rank"], answer["module"], answer["received_by"]) == (1, "fc1", [0, 2, 3])
+    assert answer["reached"] == ["loss", "grad", "param"]  # as on rank 1: the others only received gradients
     assert alone.finding is not None and alone.finding.cause is Cause.CHANGED_GRADIENT
     assert alone.finding.row.rank == 2
+
+
+@pytest.mark.parametrize(("first", "later"), [(0, 1), (1, 0)])
+def test_of_ranks_that_compute_together_the_one_that_came_to_it_first_made_it(
+    tmp_path: Path, first: int, later: int
+) -> None:
+    for rank in (0, 1):
+        rows = Rows(rank=rank)
+        healthy(rows, 2)
+        bad = {"fc1": INF, "act_in": INF, "act": INF} if rank == first else {}
+        forward(rows, **bad, fc2_in=NAN, fc2=NAN, out=NAN)
+        _fatal_loss(rows)
+        open_rows(tmp_path, rows, rank=rank, world_size=2).close()
+    with open_run(tmp_path / "run.parquet") as run:
+        answer = first_nan(run).to_dict()
+    assert (answer["rank"], answer["module"]) == (first, "fc1")
+    [other] = answer["candidates"]
+    assert other["why"].startswith(f"rank {later} made a non-finite value of its own in the same step, or received it")
 
 
 def test_a_rank_that_the_run_lacks_is_said_with_those_it_has(tmp_path: Path) -> None:
