@@ -215,6 +215,13 @@ class Evidence:
         found = self._records(query, [rank, step])
         return found[0] if found else None
 
+    def loss_scales(self, rank: int, first: int, last: int) -> list[tuple[int, float | None]]:
+        """Return step and loss scale of the steps from ``first`` to ``last``; None is one that is not finite."""
+        query = """
+            SELECT step, "max" FROM boundaries
+            WHERE tensor = 'loss_scale' AND rank = ? AND step BETWEEN ? AND ? ORDER BY seq"""
+        return self._fetch(query, [rank, first, last])
+
     def context(self, row: Record, count: int) -> list[Record]:
         """Return the ``count`` records before ``row``, oldest first."""
         query = f"""

@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,15 @@ class Session:
     recording ends, after which hooks that are still in some graph do nothing.
     """
 
-    def __init__(self, names: Names, schedule: Captures, clock: Clock, rows: RowBuffer, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        names: Names,
+        schedule: Captures,
+        clock: Clock,
+        rows: RowBuffer,
+        statistics: Statistics,
+        shield: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
         self.active = True
         self.names = names
         self.schedule = schedule
@@ -57,6 +65,8 @@ class Session:
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.capturing = schedule.captures(clock.step)
+        self.shield = shield
+        """Makes of a function of gradtrace's one that torch does not compile."""
 
     def record(
         self,
@@ -153,6 +163,8 @@ class Session:
 
     def guarded(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Return ``function`` with its errors turned into ``fail``; it does nothing once the session ended."""
+
+        function = self.shield(function)
 
         # Without functools.wraps, which costs more than the rest: this runs for every hook of every call.
         def call(*args: P.args, **kwargs: P.kwargs) -> R | None:

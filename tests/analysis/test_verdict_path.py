@@ -335,6 +335,48 @@ def test_ten_skipped_steps_in_a_row_are_an_incident_that_starts_with_the_first(t
     assert not verdict.handled  # it never ended
 
 
+def _with_skips(*skipped: int, steps: int) -> Rows:
+    """A run in which the gradient of ``act`` overflows in some steps, while the loss scale is 2 ** step."""
+    rows = Rows()
+    for step in range(steps):
+        bad = {"act_in": INF, "fc1": INF, "fc1_grad": NAN} if step in skipped else {}
+        forward(rows)
+        backward(rows, **bad)
+        rows.scalar("optimizer", "loss_scale", 2.0**step, "0")
+        rows.skip() if step in skipped else update(rows)
+        rows.step += 1
+    return rows
+
+
+def test_what_made_the_scaler_skip_is_named_when_asked(tmp_path: Path) -> None:
+    rows = _with_skips(2, 3, 6, steps=8)
+    assert not _verdict(tmp_path / "a", rows).found
+    verdict = _verdict(tmp_path / "b", rows, {"skipped": True})
+    assert _answer(verdict) == (2, "backward", "act", "grad_input")
+    assert verdict.loss_scales == ((2, 4.0), (3, 8.0))
+    spans = [(one.first_step, one.last_step, one.ended, one.chosen) for one in verdict.incidents]
+    assert spans == [(2, 3, True, True), (6, 6, True, False)]
+    second = _verdict(tmp_path / "c", rows, {"skipped": True, "incident": 2})
+    assert _answer(second) == (6, "backward", "act", "grad_input")
+    assert second.loss_scales == ((6, 64.0),)
+    assert _answer(_verdict(tmp_path / "d", rows, {"skipped": True, "steps": (4, 8)}))[0] == 6
+
+
+def test_skips_up_to_the_end_of_the_run_are_asked_about_first(tmp_path: Path) -> None:
+    verdict = _verdict(tmp_path, _with_skips(1, 4, 5, steps=6), {"skipped": True})
+    assert [(one.first_step, one.ended, one.chosen) for one in verdict.incidents] == [
+        (1, True, False),
+        (4, False, True),
+    ]
+
+
+def test_of_a_run_without_skips_there_is_nothing_to_name(tmp_path: Path) -> None:
+    rows = _run()
+    forward(rows, fc1=NAN, act_in=NAN, act=NAN, fc2_in=NAN, fc2=NAN, out=NAN)
+    _fatal_loss(rows)
+    assert not _verdict(tmp_path, rows, {"skipped": True}).found
+
+
 def test_what_a_skipped_step_had_non_finite_is_not_tolerated_later(tmp_path: Path) -> None:
     rows = _run()
     forward(rows)
