@@ -21,7 +21,7 @@ from gradtrace.capture.compiled import taken_for
 from gradtrace.capture.frame import Frame, Gradients
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call
-from gradtrace.capture.names import ModuleEntry, is_wrapper
+from gradtrace.capture.names import ModuleEntry, is_wrapper, unwrapped
 from gradtrace.capture.readable import INTEGER_TYPES
 from gradtrace.capture.replay.kept import Keeper, Kept
 from gradtrace.capture.roots import find_root
@@ -120,12 +120,19 @@ class Calls:
         stack = self._thread.stack
         if not self._session.capturing and (stack or _inside_backward()):
             return None
-        if cannot_observe() or self._thread.paused:
+        if self._thread.paused:
+            return None
+        if cannot_observe():
+            if self._discover or self._session.names.entry(module) is not None:
+                self._session.count_unseen()
             return None
         called = module
         entry = self._session.names.entry(module)
         if entry is None or entry.transparent:
             module = taken_for(module)
+            # What it calls may be no module but a replica of one, whose parameters are the module's all the same.
+            if entry is None and self._discover and not stack and isinstance(module, nn.DataParallel):
+                self._new_root(unwrapped(module))
             entry = self._session.names.entry(module) or self.admit(module)
             if entry is None or entry.transparent:
                 return None
@@ -135,8 +142,7 @@ class Calls:
         if not stack:
             self._announce(entry, args, kwargs)
         frame = self._open(entry, stack)
-        if called is not module:
-            frame.inner = module
+        frame.inner = module if called is not module else None
         if called is not module or module._compiled_call_impl is not None:
             self.compiled.setdefault(entry)
         try:

@@ -11,13 +11,15 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from gradtrace.capture import interception, patching
+from gradtrace.capture import interception
+from gradtrace.capture.coverage import in_words, listed, unseen_below
+from gradtrace.capture.interception import Call, Observer
 from gradtrace.capture.names import ModuleEntry, is_wrapper, unwrapped
 from gradtrace.capture.patching import Patch
 
@@ -25,7 +27,6 @@ NOTE = (
     "torch.compile ran eagerly while recording, since calls inside compiled regions cannot be seen; "
     "compiled code draws other random numbers (dropout)"
 )
-_MOST_NAMES = 8
 
 _compile = Patch(torch, "compile")
 
@@ -35,21 +36,14 @@ def taken_for(module: nn.Module) -> nn.Module:
     return unwrapped(module) if type(module).__name__ == "OptimizedModule" and is_wrapper(module) else module
 
 
-@contextlib.contextmanager
-def eagerly() -> Iterator[None]:
-    """Run eagerly what is compiled; without the compiler there is nothing that is."""
-    if "torch._dynamo.eval_frame" not in sys.modules:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
-
-
 class Compilation(Protocol):
     """What a recording does about ``torch.compile``."""
 
     def shield(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function as one that is never compiled itself."""
+
+    def observer(self, observer: Observer) -> Observer:
+        """Return what is to watch module calls in the place of ``observer``."""
 
     def install(self) -> None:
         """Watch ``torch.compile`` from now on."""
@@ -105,6 +99,10 @@ class EagerWhileRecording:
         """Return the function as it is: nothing is compiled."""
         return function
 
+    def observer(self, observer: Observer) -> Observer:
+        """Return the observer itself: all calls run."""
+        return observer
+
     def install(self) -> None:
         """Watch for ``torch.compile``; a compiler that is loaded already is told at once."""
         _compile.add(self._around)
@@ -118,7 +116,8 @@ class EagerWhileRecording:
 
     def note(self, compiled: Sequence[ModuleEntry], all_modules: Sequence[ModuleEntry]) -> str | None:
         """Say that what was to run compiled ran eagerly."""
-        return NOTE if self._used or compiled else None
+        wrapped = any(entry.info.type == "OptimizedModule" for entry in all_modules)
+        return NOTE if self._used or compiled or wrapped else None
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -138,16 +137,18 @@ class KeptCompiled:
     """
 
     def __init__(self) -> None:
-        import torch._dynamo
-        from torch._dynamo import trace_rules
+        import torch._dynamo  # noqa: F401
 
-        _leave_alone(trace_rules)
         self._functions: dict[str, None] = {}
 
     def shield(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function as one that is not compiled, nor anything that it calls."""
-        shielded: Callable[..., Any] = torch.compiler.disable(function)
+        shielded: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         return shielded
+
+    def observer(self, observer: Observer) -> Observer:
+        """Return what watches only calls that run, and is not compiled itself."""
+        return _UnlessCompiling(observer)
 
     def install(self) -> None:
         """Be told when torch compiles something."""
@@ -161,21 +162,12 @@ class KeptCompiled:
 
     def note(self, compiled: Sequence[ModuleEntry], all_modules: Sequence[ModuleEntry]) -> str | None:
         """Say which modules were not seen, since they ran inside of compiled regions."""
-        names = sorted({entry.name for entry in compiled})
-        outermost = [name for name in names if not any(_is_below(name, other) for other in names)]
-        unseen = [
-            entry
-            for entry in all_modules
-            if not (entry.calls or entry.transparent) and entry.info.file is not None
-            and any(_is_below(entry.name, name) for name in outermost)
-        ]  # fmt: skip
+        count, names = unseen_below((entry.name for entry in compiled), all_modules)
         said = []
-        if unseen:
-            below = _listed([name or "the root" for name in outermost])
-            number = f"{len(unseen):,} {'module' if len(unseen) == 1 else 'modules'}"
-            said.append(f"{number} ran inside of compiled regions and cannot be seen: below {below}")
+        if count:
+            said.append(f"{in_words(count)} ran inside of compiled regions and cannot be seen: below {names}")
         if self._functions:
-            said.append(f"what compiled functions call cannot be seen: {_listed(list(self._functions))}")
+            said.append(f"what compiled functions call cannot be seen: {listed(list(self._functions))}")
         return "; ".join(said) or None
 
     def _around(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,7 +189,7 @@ def _undisturbed(original: Callable[..., Any], args: tuple[Any, ...], kwargs: di
 
 
 class _OutOfSight:
-    """Takes all stand-ins of gradtrace's away while torch compiles, for as long as somebody records."""
+    """Takes gradtrace's ``nn.Module.__call__`` away while torch compiles, for as long as somebody records."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -205,6 +197,7 @@ class _OutOfSight:
         self._away = contextlib.ExitStack()
 
     def begin(self, user: object) -> None:
+        """Do so until ``end`` is called for ``user``."""
         from torch._dynamo.callback import callback_handler
 
         with self._lock:
@@ -214,42 +207,50 @@ class _OutOfSight:
             self._users.append(user)
 
     def end(self, user: object) -> None:
+        """Stop when the last one leaves."""
         from torch._dynamo.callback import callback_handler
 
         with self._lock:
             if user not in self._users:
                 return
             self._users.remove(user)
-            if not self._users:
-                callback_handler.remove_start_callback(self._compiling_starts)
-                callback_handler.remove_end_callback(self._compiling_ended)
-        if not self._users:
+            if self._users:
+                return
+            callback_handler.remove_start_callback(self._compiling_starts)
+            callback_handler.remove_end_callback(self._compiling_ended)
             self._away.close()
 
     def _compiling_starts(self, _: object) -> None:
         self._away.enter_context(interception.aside())
-        self._away.enter_context(patching.aside())
 
     def _compiling_ended(self, _: object) -> None:
         self._away.close()
 
 
 _out_of_sight = _OutOfSight()
-_left_alone: set[str] = set()
 
 
-def _leave_alone(trace_rules: Any) -> None:
-    """Have the compiler leave alone the functions of this package that run while it waits for something to compile."""
-    package = __name__.partition(".")[0]
-    if package not in _left_alone:
-        _left_alone.add(package)
-        trace_rules.add(package)
+class _UnlessCompiling:
+    """Lets an observer see calls that run, and none that torch looks at to compile or to export it.
 
+    The call itself is not compiled where Python makes it: between two graphs.
+    """
 
-def _is_below(name: str, other: str) -> bool:
-    return name != other and (other == "" or name.startswith(f"{other}."))
+    def __init__(self, observer: Observer) -> None:
+        self._observer = observer
 
+    def around(self, call: Call) -> Call:
+        """Return the function that stands in for ``nn.Module.__call__``."""
+        from torch._dynamo.eval_frame import skip_code
 
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_NAMES
-    return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
+        is_compiling = torch.compiler.is_compiling
+        watched = self._observer.around(call)
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if is_compiling():
+                return call(module, *args, **kwargs)
+            return watched(module, *args, **kwargs)
+
+        skip_code(__call__.__code__)
+        skip_code(watched.__code__)
+        return __call__

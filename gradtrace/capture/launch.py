@@ -10,6 +10,14 @@ from dataclasses import dataclass
 
 from torch import distributed
 
+_VARIABLES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+)
+"""Rank, number of processes and how many of them are on this machine: of torchrun, and of what stands behind mpirun."""
+
 
 @dataclass(frozen=True)
 class Launch:
@@ -22,19 +30,32 @@ class Launch:
 
     @classmethod
     def of_environment(cls) -> Launch:
-        """Read RANK, WORLD_SIZE and torchrun's own variables; a single process has no shared run id.
+        """Read RANK, WORLD_SIZE and the like of other launchers; a single process has no shared run id.
 
         Once there is a process group, it is what says rank and size.
         """
         together = distributed.is_available() and distributed.is_initialized()
-        world_size = distributed.get_world_size() if together else _number("WORLD_SIZE", 1)
+        found = next((names for names in _VARIABLES if os.environ.get(names[1])), _VARIABLES[0])
+        world_size = distributed.get_world_size() if together else _number(found[1], 1)
         if world_size < 2:
             return cls(world_size=1)
+        all_here = _number(found[2], world_size) == world_size
         return cls(
-            rank=distributed.get_rank() if together else _number("RANK", 0),
+            rank=distributed.get_rank() if together else _number(found[0], 0),
             world_size=world_size,
             attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
-            run_id=(_left_in_store() if together else None) or _shared_id(world_size),
+            run_id=(_left_in_store() if together else None) or _shared_id(all_here),
+        )
+
+    @property
+    def others_unseen(self) -> str | None:
+        """A remark where by now there are more processes than was known when the recording began."""
+        together = distributed.is_available() and distributed.is_initialized()
+        if not together or self.world_size > 1 or distributed.get_world_size() == 1:
+            return None
+        return (
+            f"rank {distributed.get_rank()} alone of {distributed.get_world_size()} is in this recording: the script "
+            "started the others itself; a launcher such as torchrun lets each be recorded"
         )
 
 
@@ -52,10 +73,10 @@ def _left_in_store() -> str | None:
         return None
 
 
-def _shared_id(world_size: int) -> str:
+def _shared_id(all_here: bool) -> str:
     """Return what the processes of this launch, and of no other, have in common."""
     parts = [os.environ.get(name, "") for name in ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT")]
-    if _number("LOCAL_WORLD_SIZE", world_size) == world_size:
+    if all_here:
         # All on this machine, started by one parent: launches on the same address are still told apart.
         parts.append(str(os.getppid()))
     return "-".join(part for part in parts if part) or "launch"

@@ -6,26 +6,13 @@ meantime. Only module calls, where every microsecond counts, have a place of the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
-
-_all: weakref.WeakSet[Patch] = weakref.WeakSet()
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """Have torch's own functions in place for a while, as the compiler is about to look at them."""
-    with contextlib.ExitStack() as back:
-        for patch in list(_all):
-            back.enter_context(patch.aside())
-        yield
 
 
 class Patch:
@@ -39,7 +26,6 @@ class Patch:
         self._standin: Function | None = None
         self._original: Function | None = None
         self._call: Function | None = None
-        _all.add(self)
 
     def add(self, wrap: Wrap) -> None:
         """Let ``wrap``, which gets a function and returns one, stand around the function from now on."""
@@ -56,29 +42,10 @@ class Patch:
             if self._standin is None:
                 return
             self._rebuild()
-            self._leave_if_unused()
-
-    def _leave_if_unused(self) -> None:
-        # Wrapped by somebody else, it has to stay: then it passes calls on.
-        if not self._wraps and getattr(self._owner, self._name) is self._standin:
-            setattr(self._owner, self._name, self._original)
-            self._standin = self._original = self._call = None
-
-    @contextlib.contextmanager
-    def aside(self) -> Iterator[None]:
-        """Have the function itself in place for a while; what comes or goes in the meantime waits for its end."""
-        with self._lock:
-            standin = self._standin
-            was_in_place = standin is not None and getattr(self._owner, self._name) is standin
-            if was_in_place:
+            # Wrapped by somebody else, it has to stay: then it passes calls on.
+            if not self._wraps and getattr(self._owner, self._name) is self._standin:
                 setattr(self._owner, self._name, self._original)
-        try:
-            yield
-        finally:
-            if was_in_place:
-                with self._lock:
-                    setattr(self._owner, self._name, standin)
-                    self._leave_if_unused()
+                self._standin = self._original = self._call = None
 
     def _stand_in(self) -> None:
         original: Function = getattr(self._owner, self._name)

@@ -26,6 +26,7 @@ from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.calls import Calls
 from gradtrace.capture.clock import Clock
 from gradtrace.capture.compiled import Compilation, EagerWhileRecording, KeptCompiled
+from gradtrace.capture.coverage import scripted_note
 from gradtrace.capture.discovery import Discovery
 from gradtrace.capture.hooks import ModuleHooks, NoGradients, refuse_in_place
 from gradtrace.capture.launch import Launch
@@ -146,6 +147,7 @@ class Tracer:
             keep_compiled,
         )
         self._launch = Launch.of_environment()
+        self._others_noted = False
         self._path = Path(path)
         self._existing: Literal["refuse", "overwrite", "move_aside"] = existing
         self.info = RunInfo(
@@ -210,9 +212,10 @@ class Tracer:
         )
         passes = Passes(session.rows, keeper, watchman, self._loss, self._capsule)
         steps = self._steps = Steps(
-            session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._op_steps.step_begins
+            session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._step_begins
         )
-        self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
+        observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
+        self._observer = compilation.observer(observer)
         self._optimizers = OptimizerWatch(
             session, steps.optimizer_begins, steps.optimizer_stepped, steps.loss_scale, steps.loss_scaled
         )
@@ -296,9 +299,9 @@ class Tracer:
             self._detach()
         if session.failure is not None:
             end = f"tracer failed: {session.failure}"
-        note = self._compilation.note(list(self._calls.compiled), session.names.all_modules())
-        if note is not None:
-            self.info.notes.append(note)
+        modules = session.names.all_modules()
+        notes = self._compilation.note(list(self._calls.compiled), modules), scripted_note(modules)
+        self.info.notes += [note for note in notes if note is not None]
         try:
             log.close(end, quickly=quickly)
         except Exception as error:
@@ -322,6 +325,12 @@ class Tracer:
             undo.callback(interception.remove, self._observer)
             if self._hooks is not None:
                 undo.callback(self._hooks.remove)
+
+    def _step_begins(self, step: int) -> None:
+        self._op_steps.step_begins(step)
+        if not self._others_noted and (remark := self._launch.others_unseen) is not None:
+            self._others_noted = True
+            self.info.notes.append(remark)
 
     def _capsule_path(self) -> Path:
         return capsule_path(self._path, self.info.rank, self.info.world_size, self.info.attempt)

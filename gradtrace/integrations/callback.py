@@ -42,7 +42,9 @@ class Callback:
     """Modules, the preferred one first, and the name of the class in each."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        return object.__new__(_with_bases(cls, tuple(_trainers_own(cls.bases))))
+        asked_for: Any = cls
+        made: Self = object.__new__(_with_bases(asked_for, tuple(_trainers_own(cls.bases))))
+        return made
 
     def __init__(
         self, path: str | os.PathLike[str] = "run.parquet", *, overwrite: bool = False, **settings: Any
@@ -83,7 +85,9 @@ class Callback:
         self._stop(f"exception {type(error).__name__}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _made_again, (vars(type(self)).get("made_from", type(self)), vars(self) | {"_tracer": None})
+        # Lightning puts bound methods of its model onto callbacks.
+        state = {name: value for name, value in vars(self).items() if not inspect.ismethod(value)}
+        return _made_again, (vars(type(self)).get("made_from", type(self)), state | {"_tracer": None})
 
 
 def _made_again(made_from: type[Callback], state: dict[str, Any]) -> Callback:

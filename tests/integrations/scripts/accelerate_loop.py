@@ -9,18 +9,24 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--bad-rank", type=int, default=-1, help="the rank whose data are not finite in the third step")
+parser.add_argument("--bad-rank", type=int, default=-1, help="the rank with a row of zeros in its third step")
 args = parser.parse_args()
+
+
+class Normalize(nn.Module):
+    def forward(self, x):
+        return x / x.norm(dim=1, keepdim=True)
 
 
 class Classifier(nn.Module):
     def __init__(self):
         super().__init__()
+        self.normalize = Normalize()
         self.features = nn.Sequential(nn.Linear(8, 16), nn.ReLU())
         self.head = nn.Linear(16, 3)
 
     def forward(self, x):
-        return self.head(self.features(x).sqrt() if x.min() < -90 else self.features(x))
+        return self.head(self.features(self.normalize(x)))
 
 
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
@@ -31,11 +37,11 @@ data = TensorDataset(torch.randn(48, 8), torch.randint(3, (48,)))
 model, optimizer, batches = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
 for number, (x, y) in enumerate(batches):
     if number == 4 and accelerator.process_index == args.bad_rank:
-        x[0] = -100.0
+        x[0] = 0.0
     with accelerator.accumulate(model):
         loss = F.cross_entropy(model(x), y)
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    print(accelerator.process_index, loss.item(), flush=True)
+    print(f"{accelerator.process_index} {loss.item()}\n", end="", flush=True)  # in one piece, whoever else prints
 accelerator.end_training()
