@@ -41,6 +41,7 @@ Examples:
     metavar="N",
     help="Show N records that came before.",
 )
+@click.option("--skipped", is_flag=True, help="Name what made GradScaler skip steps, which as such do not matter.")
 @click.argument("run", type=PATH)
 def first_nan(
     run: str,
@@ -50,6 +51,7 @@ def first_nan(
     steps: tuple[int | None, int | None] | None,
     rank: int | None,
     context: int,
+    skipped: bool,
 ) -> int:
     """Name the first NaN or Inf that matters, what made it, and what led to it.
 
@@ -58,7 +60,7 @@ def first_nan(
     from gradtrace.analysis.run import open_run
 
     with open_run(run) as opened:
-        verdict = opened.first_nan(incident=incident, steps=steps, rank=rank, context=context)
+        verdict = opened.first_nan(incident=incident, steps=steps, rank=rank, context=context, skipped=skipped)
     if as_json:
         click.echo(json.dumps(verdict.to_dict(), allow_nan=False))
     else:

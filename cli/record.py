@@ -17,7 +17,10 @@ from .setting_options import SectionedCommand, setting_option
 
 DEFAULT_OUTPUT = "run.parquet"
 
-_CAPTURED = ("every", "steps", "first_step", "include", "exclude", "engine", "op_steps", "loss_lines", "max_size")
+_CAPTURED = (
+    *("every", "steps", "first_step", "include", "exclude"),
+    *("engine", "op_steps", "keep_compiled", "loss_lines", "max_size"),
+)
 _WATCH = ("baseline", *(key for key in settings.SETTINGS if key.startswith("watch_")))
 _FAILING = ("on_nonfinite", "replays", "capsule_limit")
 

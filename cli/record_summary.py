@@ -64,7 +64,7 @@ def _warnings(info: RunInfo, plan: RecordPlan) -> Iterator[str]:
     yield from unmatched
     if unmatched:
         return
-    if not info.records and not any(module.calls for module in info.modules):
+    if not (info.records or info.unmeasured or any(module.calls for module in info.modules)):
         yield (f"no module was called, so nothing was recorded. Does {plan.script} run the model in a subprocess?")
     elif plan.settings.steps is not None and not info.captured:
         first, end = ("" if bound is None else str(bound) for bound in plan.settings.steps)

@@ -69,6 +69,12 @@ class Settings:
         default=None,
         metadata=_about("none", STEPS, "Record every operation of steps A up to, not including, B. Slow."),
     )
+    keep_compiled: bool = field(
+        default=False,
+        metadata=_about(
+            "false", TRUTH, "Let compiled code run compiled; of it only the outermost modules' boundaries are seen."
+        ),
+    )
     loss_lines: bool = field(
         default=True,
         metadata=_about(

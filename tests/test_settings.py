@@ -83,6 +83,7 @@ WRITTEN: dict[str, tuple[str, str, Any]] = {
     "exclude": ('["a"]', "a", ("a",)),
     "engine": ('"hooks"', "hooks", "hooks"),
     "op_steps": ('"3:"', "3:", (3, None)),
+    "keep_compiled": ("true", "true", True),
     "loss_lines": ("false", "false", False),
     "on_nonfinite": ('"stop"', "stop", "stop"),
     "replays": ("0", "0", 0),

@@ -16,7 +16,7 @@ _FROM_ANOTHER_RANK = frozenset({Cause.GRADIENT, Cause.CHANGED_GRADIENT})
 
 def candidates_for(
     finding: Finding,
-    elsewhere: Sequence[Finding],
+    elsewhere: Sequence[tuple[Finding, bool]],
     infos: Sequence[RunInfo],
     gap: tuple[int, int] | None,
     *,
@@ -24,13 +24,14 @@ def candidates_for(
 ) -> tuple[Candidate, ...]:
     """Return the readings that remain beside ``finding``.
 
-    ``elsewhere`` are other ranks' findings of the same step; ``gap`` are the first and last of the steps just
-    before that were not recorded; ``watched`` is true where the step was not captured in full.
+    ``elsewhere`` are other ranks' findings of the same step, each with whether it came later in the rank's order;
+    ``gap`` are the first and last of the steps just before that were not recorded; ``watched`` is true where the step
+    was not captured in full.
     """
     info = next((info for info in infos if info.rank == finding.row.rank), infos[0])
     return (
         *_rivals(finding, info),
-        *(_other_rank(other) for other in elsewhere),
+        *(_other_rank(other, later) for other, later in elsewhere),
         *_only_watched(finding, info, watched),
         *_unrecorded_steps(finding, info, gap),
         *_left_out_modules(finding, info),
@@ -49,9 +50,13 @@ def _rivals(finding: Finding, info: RunInfo) -> Iterator[Candidate]:
         yield _candidate("backward", row, why, _record(info, row.step))
 
 
-def _other_rank(other: Finding) -> Candidate:
+def _other_rank(other: Finding, later: bool) -> Candidate:
     row = other.row
     why = f"rank {row.rank} made a non-finite value of its own in the same step"
+    if later:
+        why += (
+            ", or received it there: it came later in the pass (tensor or pipeline parallel models communicate in it)"
+        )
     return _candidate(other.cause.phase, row, why, f"gradtrace first-nan --rank {row.rank} RUN")
 
 

@@ -109,6 +109,11 @@ class Evidence:
             found += self._records(_LOW_LOSS_SCALES)
         return found
 
+    def first_of_step(self, row: Record) -> int:
+        """Return the number of the first record in a record's step."""
+        query = "SELECT min(seq) FROM boundaries WHERE rank = ? AND step = ?"
+        return int(self._fetch(query, [row.rank, row.step])[0][0])
+
     def scene(self, last: Record) -> list[Record]:
         """Return the passes of a step from the first with a non-finite value to the one of ``last``."""
         query = f"""
@@ -209,6 +214,13 @@ class Evidence:
             ORDER BY tensor = 'loss_scale', seq LIMIT 1"""
         found = self._records(query, [rank, step])
         return found[0] if found else None
+
+    def loss_scales(self, rank: int, first: int, last: int) -> list[tuple[int, float | None]]:
+        """Return step and loss scale of the steps from ``first`` to ``last``; None is one that is not finite."""
+        query = """
+            SELECT step, "max" FROM boundaries
+            WHERE tensor = 'loss_scale' AND rank = ? AND step BETWEEN ? AND ? ORDER BY seq"""
+        return self._fetch(query, [rank, first, last])
 
     def context(self, row: Record, count: int) -> list[Record]:
         """Return the ``count`` records before ``row``, oldest first."""

@@ -7,6 +7,7 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from gradtrace.analysis.evidence import Evidence
 from gradtrace.errors import NoMatchError
@@ -69,9 +70,16 @@ class Timeline:
 
 
 def read_timeline(
-    evidence: Evidence, roots: frozenset[str], counts: Callable[[int, int], bool] = lambda rank, step: True
+    evidence: Evidence,
+    roots: frozenset[str],
+    counts: Callable[[int, int], bool] = lambda rank, step: True,
+    *,
+    of_skips: bool = False,
 ) -> Timeline:
-    """Find the incidents of a run among the steps of which ``counts(rank, step)`` is true."""
+    """Find the incidents of a run among the steps of which ``counts(rank, step)`` is true.
+
+    With ``of_skips`` steps that GradScaler skipped are the incidents, and nothing else is.
+    """
     steps = evidence.steps()
     skipped = evidence.skipped_steps()
     matters: dict[tuple[int, int], list[Record]] = defaultdict(list)
@@ -81,6 +89,9 @@ def read_timeline(
         rows.sort(key=lambda row: row.seq)
     by_rank: dict[int, list[Incident]] = {}
     for rank, of_rank in steps.items():
+        if of_skips:
+            by_rank[rank] = _skips([step for step in of_rank if counts(rank, step)], rank, skipped)
+            continue
         finder = IncidentFinder(roots)
         telling = {step for of, step in [*matters, *skipped] if of == rank}
         for step, before in zip(of_rank, [None, *of_rank], strict=False):
@@ -93,6 +104,16 @@ def read_timeline(
                 finder.add_step(step, [row for row in rows if row.phase == "input"])
         by_rank[rank] = finder.incidents
     return Timeline(steps, skipped, matters, _together(by_rank), by_rank)
+
+
+def _skips(steps: list[int], rank: int, skipped: set[tuple[int, int]]) -> list[Incident]:
+    """Return one incident for each row of skipped steps; it never ended where no later step was taken."""
+    found: list[Incident] = []
+    for is_skipped, group in groupby(steps, key=lambda step: (rank, step) in skipped):
+        if is_skipped:
+            together = list(group)
+            found.append(Incident(together[0], together[-1], ["skips"], ended=together[-1] != steps[-1]))
+    return found
 
 
 def _together(by_rank: dict[int, list[Incident]]) -> list[RunIncident]:

@@ -42,17 +42,19 @@ class Run(Recording):
         steps: tuple[int | None, int | None] | None = None,
         rank: int | None = None,
         context: int = 5,
+        skipped: bool = False,
     ) -> Verdict:
         """Name the first non-finite boundary of an incident and what made it; see ``gradtrace first-nan``.
 
         ``incident`` counts from 1; by default the incident that never ended is taken, else the first. ``steps``
         limits the search to steps from the first up to, not including, the second; ``rank`` to one process.
-        ``context`` is the number of records shown that came before.
+        ``context`` is the number of records shown that came before. With ``skipped`` steps that GradScaler skipped
+        are the incidents: what made their gradients overflow is named.
 
         Raises:
             NoMatchError: the run has no such incident, step or rank.
         """
-        return verdict.first_nan(self, incident=incident, steps=steps, rank=rank, context=context)
+        return verdict.first_nan(self, incident=incident, steps=steps, rank=rank, context=context, skipped=skipped)
 
     def summary(self, by: By = "module", depth: int | None = None) -> Summary:
         """Return norms over time, extremes and counts of NaN and Inf; see ``gradtrace summary``.

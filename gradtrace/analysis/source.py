@@ -50,6 +50,13 @@ class Source:
     journals: list[pa.Table] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was recorded."""
+        if self.finished:
+            return not self.info.records
+        return not self.parquet and not any(journal.num_rows for journal in self.journals)
+
 
 def find_sources(
     path: str, open_files: ExitStack, connection: duckdb.DuckDBPyConnection
@@ -190,10 +197,14 @@ def _settle_the_end(source: Source, text: str) -> None:
 
 
 def _latest_attempt(sources: list[Source]) -> tuple[list[Source], list[str]]:
-    latest = max(source.info.attempt for source in sources)
-    kept = [source for source in sources if source.info.attempt == latest]
-    older = sorted(source.path.name for source in sources if source.info.attempt < latest)
+    """Choose the last attempt that recorded anything: one that died as it began has nothing to say."""
+    last = max(source.info.attempt for source in sources)
+    chosen = max((source.info.attempt for source in sources if not source.is_empty), default=last)
+    kept = [source for source in sources if source.info.attempt == chosen]
+    older = sorted(source.path.name for source in sources if source.info.attempt < chosen)
     notes = [f"earlier attempts are left out: {', '.join(older)}"] if older else []
+    if chosen < last:
+        notes.append(f"attempts after {chosen} recorded nothing and are left out; the last one was attempt {last}")
     return sorted(kept, key=lambda source: source.info.rank), notes
 
 

@@ -48,18 +48,20 @@ def first_nan(
     steps: tuple[int | None, int | None] | None = None,
     rank: int | None = None,
     context: int = 5,
+    skipped: bool = False,
 ) -> Verdict:
     """Name the first non-finite boundary of an incident and what made it.
 
     ``incident`` counts from 1; by default the incident that never ended is taken, else the first. ``steps``
     limits the search to steps from the first up to, not including, the second; ``rank`` to one process. A
     value that had been made before those steps is still followed back to where it was made. ``context`` is
-    the number of records shown that came before.
+    the number of records shown that came before. With ``skipped`` the incidents are the steps that GradScaler skipped,
+    which as such do not matter: what made their gradients overflow is named.
 
     Raises:
         NoMatchError: the run has no such incident, step or rank.
     """
-    return _Inquiry(run, steps or (None, None), rank).verdict(incident, context)
+    return _Inquiry(run, steps or (None, None), rank, skipped).verdict(incident, context)
 
 
 @dataclass(frozen=True)
@@ -74,8 +76,9 @@ class _Origin:
 class _Inquiry:
     """One question to one run."""
 
-    def __init__(self, run: Recording, bounds: tuple[int | None, int | None], rank: int | None) -> None:
+    def __init__(self, run: Recording, bounds: tuple[int | None, int | None], rank: int | None, of_skips: bool) -> None:
         self._run = run
+        self._of_skips = of_skips
         self._evidence = Evidence(run)
         self._modules: dict[str, ModuleInfo] = {}
         for info in run.infos:
@@ -83,7 +86,10 @@ class _Inquiry:
                 self._modules.setdefault(module.name, module)
         self._roots = frozenset(name for name, module in self._modules.items() if module.root)
         self._timeline = read_timeline(
-            self._evidence, self._roots, lambda of, step: rank in (None, of) and _inside(step, bounds)
+            self._evidence,
+            self._roots,
+            lambda of, step: rank in (None, of) and _inside(step, bounds),
+            of_skips=of_skips,
         )
         self._check(bounds, rank)
         self._tolerated: dict[tuple[int, int], list[tuple[Record, int]]] = {}
@@ -105,6 +111,8 @@ class _Inquiry:
         origins = [] if chosen is None else self._origins(chosen)
         summaries = self._summaries(chosen)
         if chosen is None or not origins:
+            if self._of_skips:
+                return Verdict(self._facts(), of_skips=True)
             return Verdict(self._facts(), contained=self._harmless(), fates=self._harmless_fates())
         origin = origins[0]
         finding, row = origin.finding, origin.finding.row
@@ -120,7 +128,7 @@ class _Inquiry:
             module_type=module.type if module else None,
             source=(module.file, module.line) if module and module.file and module.line else None,
             incident=next(summary for summary in summaries if summary.chosen),
-            reached=tuple(what for what in chosen.reached if what in ("loss", "grad", "buffer", "param")),
+            reached=_reached(origin.incident, chosen),
             since=self._timeline.since(origin.rank, origin.incident),
             received_by=tuple(sorted(set(chosen.by_rank) - {other.rank for other in origins})),
             handled=self._was_handled(origin),
@@ -131,7 +139,7 @@ class _Inquiry:
             fates={**{like.seq: _harmless_fate(like, n) for like, n in healthy}, **finding.fates},
             candidates=candidates_for(
                 finding,
-                [other.finding for other in origins[1:]],
+                [(other.finding, self._when(other) > self._when(origin)) for other in origins[1:]],
                 self._run.infos,
                 self._gap(row),
                 watched=self._evidence.is_watched(row.rank, row.step),
@@ -139,17 +147,27 @@ class _Inquiry:
             incidents=tuple(summaries),
             hints=hints_for(finding, module.type if module else None, explanation.birth),
             explanation=explanation,
+            of_skips=self._of_skips,
+            loss_scales=self._loss_scales(origin),
         )
 
     def _origins(self, chosen: RunIncident) -> list[_Origin]:
-        """Return the answers of the ranks that may have made it; those that only received it are left out."""
+        """Return the answers of the ranks that may have made it, in the order in which the ranks came to it.
+
+        Those that only received it are left out.
+        """
         origins = []
         for rank, incident in chosen.by_rank.items():
             start = self._start(rank, incident) if incident.first_step == chosen.first_step else None
             if start is not None:
                 origins.append(_Origin(rank, incident, self._explain(start)))
         made = [o for o in origins if o.finding.cause not in _MAY_COME_FROM_ELSEWHERE]
-        return made or origins[:1]
+        return sorted(made, key=self._when) if len(made) > 1 else made or origins[:1]
+
+    def _when(self, origin: _Origin) -> tuple[int, int, int]:
+        """Return when in its own order a rank met the value: ranks that run the same program can be compared."""
+        seen = origin.finding.seen
+        return seen.step, seen.micro_step, seen.seq - self._evidence.first_of_step(seen)
 
     def _start(self, rank: int, incident: Incident) -> Record | None:
         """Return the first record that mattered in the incident."""
@@ -195,6 +213,13 @@ class _Inquiry:
         row, incident = origin.finding.row, origin.incident
         last = incident.last_step if incident.reached[:1] == ["skips"] else row.step
         return explain(origin.finding, self._evidence.replay(row.rank, row.step, last), incident.first_step)
+
+    def _loss_scales(self, origin: _Origin) -> tuple[tuple[int, float | None], ...]:
+        """Return the loss scale of each step of an incident of skips."""
+        incident = origin.incident
+        if incident.reached[:1] != ["skips"]:
+            return ()
+        return tuple(self._evidence.loss_scales(origin.rank, incident.first_step, incident.last_step))
 
     def _tolerance(self, last: Record) -> _Tolerance:
         return _Tolerance(row for row, _ in self._bad_in_healthy_steps(last.rank, last.step))
@@ -275,6 +300,12 @@ class _Inquiry:
             records=sum(info.records for info in run.infos),
             last_step=max((steps[-1] for steps in self._timeline.steps.values()), default=None),
         )
+
+
+def _reached(first: Incident, all_ranks: RunIncident) -> tuple[str, ...]:
+    """Return what was reached, in the order of the rank that made the value; the others only received it."""
+    whats = dict.fromkeys([*first.reached, *all_ranks.reached])
+    return tuple(what for what in whats if what in ("loss", "grad", "buffer", "param"))
 
 
 class _Tolerance:

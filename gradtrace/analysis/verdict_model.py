@@ -185,7 +185,8 @@ class Verdict(Tabular):
     """The first non-finite boundary of an incident and what made it; ``finding`` is None with nothing wrong.
 
     ``since`` maps what was reached (loss, grad, buffer, param) to the step in which it first was;
-    ``explanation`` is what the replay of the step says of the finding. ``str()`` is the text of
+    ``explanation`` is what the replay of the step says of the finding. ``of_skips`` is true where skipped steps were
+    asked for; ``loss_scales`` are those of the steps of an incident of skips, with the step. ``str()`` is the text of
     ``gradtrace first-nan``; as a table it is the records that led to it.
     """
 
@@ -207,6 +208,8 @@ class Verdict(Tabular):
     incidents: tuple[IncidentSummary, ...] = ()
     hints: tuple[str, ...] = ()
     explanation: Explanation | None = None
+    of_skips: bool = False
+    loss_scales: tuple[tuple[int, float | None], ...] = ()
 
     @property
     def found(self) -> bool:

@@ -64,6 +64,9 @@ def _nothing_wrong(verdict: Verdict) -> Iterator[str]:
     if not run.records:
         yield "The run holds no records, so nothing can be said of it."
         return
+    if verdict.of_skips:
+        yield f"GradScaler skipped none of {counted(run.steps, 'step')}."
+        return
     yield (
         f"No NaN or Inf that matters in {counted(run.steps, 'step')} of {counted(run.modules, 'module')} "
         f"({counted(run.records, 'record')})."
@@ -82,8 +85,9 @@ def _answer(verdict: Verdict, finding: Finding) -> Iterator[str]:
     where = _module(row.module, verdict.module_type)
     rank = f", rank {row.rank}" if row.rank or verdict.received_by else ""
     call = f" of call {row.call}" if row.call else ""
+    first = "What GradScaler skipped for" if verdict.of_skips else "First non-finite value"
     yield (
-        f"First non-finite value: step {row.step}{rank}, {finding.cause.phase}, {where}, "
+        f"{first}: step {row.step}{rank}, {finding.cause.phase}, {where}, "
         f"{row.tensor} {row.path}{call}: {_values(row)}".replace(" :", ":")
     )
     yield from _what_made_it(verdict, finding)
@@ -149,6 +153,10 @@ def _how_far(verdict: Verdict) -> Iterator[str]:
         bad, total = counts.get(what, (0, 0))
         name = {"grad": "gradients", "param": "parameters", "buffer": "buffers"}.get(what, what)
         parts.append(f"{bad} of {total} {name} {when}" if bad and step == first else f"{name} {when}")
+    if verdict.loss_scales:
+        yield _line("loss scale", _scales(verdict.loss_scales))
+    if verdict.of_skips:
+        return  # nothing else was reached, and that they ended is what a scaler is for
     yield _line("reached", ", ".join(parts) or "neither loss, gradients nor weights")
     if verdict.received_by:
         yield _line("received", f"by rank {', '.join(map(str, verdict.received_by))}")
@@ -157,6 +165,14 @@ def _how_far(verdict: Verdict) -> Iterator[str]:
     if verdict.incident.ended:
         last = verdict.incident.last_step
         yield _line("ended", f"step {last} is the last one it touched; later steps are finite")
+
+
+def _scales(scales: Sequence[tuple[int, float | None]], most: int = 4) -> str:
+    """Return the loss scales in words: the first ones, and the last with its step."""
+    texts = ["not finite" if scale is None else f"{scale:g}" for _, scale in scales]
+    (first, _), (last, _) = scales[0], scales[-1]
+    shown = texts if len(texts) <= most else [*texts[: most - 1], "...", texts[-1]]
+    return f"{', '.join(shown)} at step{f's {first} to {last}' if last != first else f' {first}'}"
 
 
 def _what_led_to_it(verdict: Verdict, finding: Finding) -> Iterator[str | Table]:
@@ -200,7 +216,8 @@ def _other_readings(verdict: Verdict) -> Iterator[str]:
 def _incidents(verdict: Verdict) -> Iterator[str]:
     if len(verdict.incidents) > 1:
         yield ""
-        yield "Incidents of this run (choose with --incident N)"
+        what = "Steps that GradScaler skipped" if verdict.of_skips else "Incidents of this run"
+        yield f"{what} (choose with --incident N)"
         yield from (_incident(incident) for incident in verdict.incidents)
 
 
@@ -209,7 +226,8 @@ def _incident(incident: IncidentSummary) -> str:
     steps = f"step {incident.first_step}" if one else f"steps {incident.first_step} to {incident.last_step}"
     end = "healed" if incident.ended else "never ended"
     mark = ">" if incident.chosen else " "
-    return f"{mark} {incident.number}  {steps}, {end}; reached {', '.join(incident.reached)}"
+    reached = "; reached " + ", ".join(incident.reached) if incident.reached != ("skips",) else ""
+    return f"{mark} {incident.number}  {steps}, {end}{reached}"
 
 
 def _line(label: str, text: str) -> str:

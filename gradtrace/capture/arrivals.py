@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,11 @@ class Arrivals:
     def of(self, parameter: Tensor) -> list[Measure]:
         """Return the gradients that have arrived at a parameter in this step."""
         return self._arrived.get(id(parameter), [])
+
+    def unseen(self, parameters: Iterable[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return the parameters at which nothing has arrived in this step, and the gradients that they have."""
+        arrived = self._arrived
+        return [(p, gradient) for p in parameters if (gradient := p.grad) is not None and id(p) not in arrived]
 
     def take(self) -> list[Measure]:
         """Return the gradients that have arrived since this was last asked for, or since the step began."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradtrace.capture.operations.op_steps import OpSteps
 from gradtrace.capture.patching import Patch
-from gradtrace.capture.session import Session, quiet
+from gradtrace.capture.session import Session, in_transform, quiet
 
 _engine = Patch(torch.autograd, "_engine_run_backward")
 
@@ -86,7 +86,7 @@ class BackwardWatch:
 
         def _engine_run_backward(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
             accumulating = bool(kwargs.get("accumulate_grad", False))
-            if not self._session.active:
+            if not self._session.active or in_transform():
                 return original(outputs, *args, **kwargs)
             if thread.inside:
                 return self._run(original, outputs, args, kwargs, accumulating)

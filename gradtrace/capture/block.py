@@ -51,6 +51,7 @@ def trace(
     exclude: Sequence[str] = _unset.exclude,
     engine: Engine = _unset.engine,
     op_steps: StepRange | None = _unset.op_steps,
+    keep_compiled: bool = _unset.keep_compiled,
     loss_lines: bool = _unset.loss_lines,
     max_size: int = _unset.max_size,
     on_nonfinite: OnNonFinite = _unset.on_nonfinite,

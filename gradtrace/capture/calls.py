@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found, is_computed, tensors_in_arguments, tensors_in_result
+from gradtrace.capture.compiled import taken_for
 from gradtrace.capture.frame import Frame, Gradients
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call
-from gradtrace.capture.names import ModuleEntry, is_wrapper
+from gradtrace.capture.names import ModuleEntry, is_wrapper, unwrapped
 from gradtrace.capture.readable import INTEGER_TYPES
 from gradtrace.capture.replay.kept import Keeper, Kept
 from gradtrace.capture.roots import find_root
@@ -72,13 +73,15 @@ class Calls:
         self._counts: dict[str, dict[ModuleEntry, int]] = defaultdict(dict)
         self._counted = (-1, -1)
         self._searched: tuple[int, int] | None = None
+        self.compiled: dict[ModuleEntry, None] = {}
+        """The modules that torch.compile has compiled, as far as they were called."""
 
     # The interception ---------------------------------------------------------------------------------------
 
     def around(self, call: Call) -> Call:
         """Return the function that stands in for ``nn.Module.__call__``."""
         session = self._session
-        begin, finish = self.begin, self.finish
+        begin, finish = session.shield(self.begin), session.shield(self.finish)
         abandon = session.guarded(self.abandon)
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -117,18 +120,31 @@ class Calls:
         stack = self._thread.stack
         if not self._session.capturing and (stack or _inside_backward()):
             return None
-        if cannot_observe() or self._thread.paused:
+        if self._thread.paused:
             return None
+        if cannot_observe():
+            if self._discover or self._session.names.entry(module) is not None:
+                self._session.count_unseen()
+            return None
+        called = module
         entry = self._session.names.entry(module)
-        if entry is None:
-            entry = self.admit(module)
-            if entry is None:
+        if entry is None or entry.transparent:
+            module = taken_for(module)
+            # What it calls may be no module but a replica of one, whose parameters are the module's all the same.
+            if entry is None and self._discover and not stack and isinstance(module, nn.DataParallel):
+                self._new_root(unwrapped(module))
+            entry = self._session.names.entry(module) or self.admit(module)
+            if entry is None or entry.transparent:
                 return None
-        if entry.transparent:
+        if stack and stack[-1].inner is module:
+            stack[-1].inner = None
             return None
         if not stack:
             self._announce(entry, args, kwargs)
         frame = self._open(entry, stack)
+        frame.inner = module if called is not module else None
+        if called is not module or module._compiled_call_impl is not None:
+            self.compiled.setdefault(entry)
         try:
             if frame.is_outermost and frame.phase == "forward" and self._keeper is not None:
                 self._keep(self._keeper, frame, module, args, kwargs)

@@ -71,7 +71,10 @@ class _Outline:
             "op": [None if op is None else str(op) for op, _, _ in sources],
             "file": [file for _, file, _ in sources],
             "line": [line for _, _, line in sources],
-            "detail": [site.detail for site in self._sites],
+            "detail": [
+                kind.remark if site.detail is None and kind is not None else site.detail
+                for site, kind in zip(self._sites, self._kinds, strict=True)
+            ],
         }
         return {name: array_of(name, values) for name, values in columns.items()}
 

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from gradtrace.capture.calls import Calls
+from gradtrace.capture.compiled import taken_for
 from gradtrace.capture.hooks import ModuleHooks
 from gradtrace.capture.interception import Call
 from gradtrace.capture.session import Session, cannot_observe
@@ -31,7 +32,10 @@ class Discovery:
         return __call__
 
     def _find(self, module: nn.Module) -> None:
+        called, module = module, taken_for(module)
         if self._session.names.entry(module) is None and not cannot_observe():
             entry = self._calls.admit(module)
             if entry is not None:
                 self._hooks.register(entry.root, self._calls)
+                if called is not module:
+                    self._calls.compiled.setdefault(entry)

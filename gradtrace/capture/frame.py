@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
+from torch import nn
+
 from gradtrace.capture.boundaries import Found
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.replay.kept import Alive, Kept
@@ -23,6 +25,8 @@ class Frame:
     watched: Any = None
     kept: Kept | None = None
     alive: Alive | None = None
+    inner: nn.Module | None = None
+    """The module behind a wrapper that was called: its own call, if it comes, is this one."""
 
     def __init__(self, entry: ModuleEntry, phase: str, call: int, micro_step: int, is_outermost: bool) -> None:
         self.entry = entry

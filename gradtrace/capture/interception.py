@@ -8,8 +8,9 @@ has wrapped ours in the meantime, ours stays below theirs: observers let calls p
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -36,15 +37,38 @@ class _Layer:
 
 _lock = threading.Lock()
 _layers: list[_Layer] = []
+_aside: list[Call] = []
+"""Torch's own method, once for each that asks for it to be in place."""
+
+
+@contextlib.contextmanager
+def aside() -> Iterator[None]:
+    """Have torch's own method in place for a while, as the compiler is about to look at it; nobody sees a call."""
+    with _lock:
+        # Below somebody else's wrapper it has to stay.
+        was_in_place = bool(_layers) and nn.Module.__call__ is _layers[-1].call
+        if was_in_place:
+            nn.Module.__call__ = _layers[0].below  # type: ignore[method-assign]
+            _aside.append(_layers[0].below)
+    try:
+        yield
+    finally:
+        if was_in_place:
+            with _lock:
+                _aside.pop()
+                if not _aside:
+                    nn.Module.__call__ = _layers[-1].call  # type: ignore[method-assign]
+                    _take_away_those_that_left()
 
 
 def add(observer: Observer) -> None:
     """Let ``observer`` see every module call of this process from now on."""
     with _lock:
-        below = nn.Module.__call__
+        below = _layers[-1].call if _aside else nn.Module.__call__
         layer = _Layer(observer, below, observer.around(below))
         _layers.append(layer)
-        nn.Module.__call__ = layer.call  # type: ignore[method-assign]
+        if not _aside:
+            nn.Module.__call__ = layer.call  # type: ignore[method-assign]
 
 
 def remove(observer: Observer) -> None:
@@ -53,5 +77,9 @@ def remove(observer: Observer) -> None:
         for layer in _layers:
             if layer.observer is observer:
                 layer.observer = None
-        while _layers and _layers[-1].observer is None and nn.Module.__call__ is _layers[-1].call:
-            nn.Module.__call__ = _layers.pop().below  # type: ignore[method-assign]
+        _take_away_those_that_left()
+
+
+def _take_away_those_that_left() -> None:
+    while _layers and _layers[-1].observer is None and nn.Module.__call__ is _layers[-1].call:
+        nn.Module.__call__ = _layers.pop().below  # type: ignore[method-assign]

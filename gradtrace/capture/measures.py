@@ -20,13 +20,20 @@ class Kind:
     """Type, shape, device and number of elements of a tensor.
 
     ``is_quick``: the fast way of measuring takes it; ``is_single``: of those, the fastest, which is for float32.
-    ``texts`` are type, shape and device as the file names them.
+    ``texts`` are type, shape and device as the file names them; ``remark`` says so where less than the tensor was read.
     """
 
-    __slots__ = ("device", "dtype", "is_flat", "is_quick", "is_single", "numel", "shape", "texts")
+    __slots__ = ("device", "dtype", "is_flat", "is_quick", "is_single", "numel", "remark", "shape", "texts")
 
     def __init__(
-        self, dtype: torch.dtype, shape: torch.Size, device: torch.device, numel: int, *, is_quick: bool = False
+        self,
+        dtype: torch.dtype,
+        shape: torch.Size,
+        device: torch.device,
+        numel: int,
+        *,
+        is_quick: bool = False,
+        remark: str | None = None,
     ) -> None:
         self.dtype = dtype
         self.shape = shape
@@ -35,6 +42,7 @@ class Kind:
         self.is_quick = is_quick
         self.is_single = is_quick and dtype is torch.float32
         self.is_flat = len(shape) == 1
+        self.remark = remark
         self.texts = (str(dtype).removeprefix("torch."), str(list(shape)), str(device))
 
 

@@ -287,6 +287,10 @@ class Names:
         """How many modules have been named."""
         return len(self._history)
 
+    def all_modules(self) -> list[ModuleEntry]:
+        """Return every module that has been named."""
+        return list(self._history)
+
     def module_table(self) -> list[ModuleInfo]:
         """Return the view ``modules``: every module that was named, in model order."""
         table = []

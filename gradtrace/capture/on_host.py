@@ -65,7 +65,7 @@ def _norm(values: Tensor, largest: float) -> float:
     """Return the L2 norm of finite values; ``largest`` is their largest magnitude."""
     numel, dtype = values.numel(), values.dtype
     if numel == 1 or largest == 0.0:
-        return largest
+        return abs(largest)  # of zeros it may be -0.0
     if dtype is torch.float64:
         if 1e-140 < largest < 1e140:
             return float(_vector_norm(values).item())

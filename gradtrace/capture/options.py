@@ -40,6 +40,7 @@ class Options:
     max_size: int
     triggers: Triggers
     baseline: str | os.PathLike[str] | None
+    keep_compiled: bool
 
     def __post_init__(self) -> None:
         if self.mode not in ("full", "watch"):
@@ -48,6 +49,10 @@ class Options:
             raise CaptureError(f"no such engine: {self.engine!r}; it is 'graph' or 'hooks'")
         if self.mode == "watch" and self.engine == "hooks":
             raise CaptureError("the mode 'watch' needs the engine 'graph': 'hooks' keeps nothing for a replay")
+        if self.keep_compiled and self.engine == "hooks":
+            raise CaptureError("keep_compiled needs the engine 'graph': hooks on modules would be compiled, too")
+        if self.keep_compiled and self.op_steps is not None:
+            raise CaptureError("op_steps and keep_compiled exclude each other: no operation of compiled code is seen")
         if self.on_nonfinite not in ("continue", "stop"):
             raise CaptureError(f"no such on_nonfinite: {self.on_nonfinite!r}; it is 'continue' or 'stop'")
         if self.replays < 0:

@@ -157,23 +157,32 @@ class ParameterWatch:
             session.rows.add((site, session.clock.micro_step, None, Measure.of_number(float(rate)), None))
 
     def _record_finals(self, parameters: list[Tensor]) -> None:
-        if not self.arrivals.any_nonfinite:
+        arrivals = self.arrivals
+        for parameter, unseen in arrivals.unseen(parameters):
+            self._record_unseen(parameter, unseen)
+        if not arrivals.any_nonfinite:
             gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
             if self._session.surely_finite(gradients):
                 return  # as they were when they arrived
         for parameter in parameters:
             self._record_final(parameter)
 
+    def _record_unseen(self, parameter: Tensor, gradient: Tensor) -> None:
+        """Record a gradient that no backward pass has brought here: set by FSDP, by the script, or an older one."""
+        entry = self._session.names.parameter(parameter)
+        if entry is not None and entry.owner.selected:
+            self._session.record("optimizer", entry.owner, "grad", entry.name, gradient, once=False)
+
     def _record_final(self, parameter: Tensor) -> None:
         """Record a gradient whose finiteness differs from what arrived: received, spread or cleaned."""
         gradient = parameter.grad
-        if gradient is None:
+        arrived = self.arrivals.of(parameter)
+        if gradient is None or not arrived:
             return
         session = self._session
         entry = session.names.parameter(parameter)
         if entry is None or not entry.owner.selected:
             return
-        arrived = self.arrivals.of(parameter)
         if not session.statistics.waits(gradient):
             finite = session.is_finite(gradient)
             if finite is None or finite == all(measure.finite for measure in arrived):

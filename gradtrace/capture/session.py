@@ -11,7 +11,7 @@ import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -46,7 +46,15 @@ class Session:
     recording ends, after which hooks that are still in some graph do nothing.
     """
 
-    def __init__(self, names: Names, schedule: Captures, clock: Clock, rows: RowBuffer, statistics: Statistics) -> None:
+    def __init__(
+        self,
+        names: Names,
+        schedule: Captures,
+        clock: Clock,
+        rows: RowBuffer,
+        statistics: Statistics,
+        shield: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda function: function,
+    ) -> None:
         self.active = True
         self.names = names
         self.schedule = schedule
@@ -57,6 +65,8 @@ class Session:
         self.failure: str | None = None
         self.on_failure: Callable[[], None] = lambda: None
         self.capturing = schedule.captures(clock.step)
+        self.shield = shield
+        """Makes of a function of gradtrace's one that torch does not compile."""
 
     def record(
         self,
@@ -141,6 +151,13 @@ class Session:
         reason = str(error) if isinstance(error, Unmeasurable) else f"{type(error).__name__} while measuring"
         self.unmeasured[reason] += 1
 
+    def count_unseen(self) -> None:
+        """Count a call that cannot be observed, unless it is no part of the training: a look at the code."""
+        if in_cuda_graph():
+            self.unmeasured[IN_CUDA_GRAPH] += 1
+        elif in_transform() and not _is_compiling():
+            self.unmeasured[IN_TRANSFORM] += 1
+
     def fail(self, error: BaseException) -> None:
         """Take the capture down, say so once, and let the training go on."""
         if not self.active:
@@ -154,10 +171,15 @@ class Session:
     def guarded(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Return ``function`` with its errors turned into ``fail``; it does nothing once the session ended."""
 
+        function = self.shield(function)
+
         # Without functools.wraps, which costs more than the rest: this runs for every hook of every call.
         def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
             if self.active:
                 try:
+                    if _cuda_is_built and in_cuda_graph():
+                        self.unmeasured[IN_CUDA_GRAPH] += 1
+                        return None
                     return function(*args, **kwargs)
                 except NonFiniteError:  # the fuse: asked for
                     raise
@@ -216,11 +238,35 @@ def _without_modes() -> Iterator[None]:
         yield
 
 
+IN_TRANSFORM = "module call inside of vmap, torch.func.grad or the like"
+IN_CUDA_GRAPH = "call or hook while a CUDA graph was captured; its replays cannot be seen either"
+
 _is_compiling = torch.compiler.is_compiling
 _tracing_state = torch._C._get_tracing_state
 _functorch_level = torch._C._functorch.peek_interpreter_stack
 
 
 def cannot_observe() -> bool:
-    """Whether a call runs where values do not exist: traced, compiled, or inside of a functorch transform."""
-    return _functorch_level() is not None or _tracing_state() is not None or _is_compiling()
+    """Whether a call runs where values do not exist: traced, compiled, or inside of a functorch transform.
+
+    Or where looking at them would become part of what is run again and again: while a CUDA graph is captured.
+    """
+    # What in_transform asks, asked here: a call more for each call of a module would be felt.
+    if _functorch_level() is not None or _tracing_state() is not None or _is_compiling():
+        return True
+    return _cuda_is_built and in_cuda_graph()
+
+
+def in_transform() -> bool:
+    """Whether this thread is inside of a transform of torch.func: tensors are wrapped there."""
+    return _functorch_level() is not None
+
+
+_cuda_is_built: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
+
+
+def in_cuda_graph() -> bool:
+    """Whether what this thread does becomes part of a CUDA graph, instead of being run."""
+    # Where there is no device, or none in use yet, the question itself is an error.
+    is_there = _cuda_is_built and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_there and torch.cuda.is_current_stream_capturing()

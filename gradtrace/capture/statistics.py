@@ -132,7 +132,11 @@ class Statistics:
         is_quick = is_plain and tensor.dtype in _QUICK_TYPES and not self.waits(tensor)
         if len(self._kinds) >= _MOST_KINDS:
             self._kinds.clear()
-        kind = self._kinds[key] = Kind(tensor.dtype, tensor.shape, tensor.device, numel, is_quick=is_quick)
+        remark = None
+        if hasattr(tensor, "to_local") and numel != tensor.numel():
+            remark = f"local shard {list(values.shape)}"
+        kind = Kind(tensor.dtype, tensor.shape, tensor.device, numel, is_quick=is_quick, remark=remark)
+        self._kinds[key] = kind
         return kind
 
     def waits(self, tensor: Tensor) -> bool:

@@ -25,7 +25,8 @@ from gradtrace.capture.backward import GraphGradients
 from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.calls import Calls
 from gradtrace.capture.clock import Clock
-from gradtrace.capture.compiled import NOTE, EagerWhileRecording
+from gradtrace.capture.compiled import Compilation, EagerWhileRecording, KeptCompiled
+from gradtrace.capture.coverage import scripted_note
 from gradtrace.capture.discovery import Discovery
 from gradtrace.capture.hooks import ModuleHooks, NoGradients, refuse_in_place
 from gradtrace.capture.launch import Launch
@@ -92,6 +93,7 @@ class Tracer:
         max_size: bytes that the recording may take before older steps are thinned out; 0 for no bound.
         triggers: which steps are captured in full with the mode ``watch``.
         baseline: an earlier run; with the mode ``watch`` more steps are captured if its model was another one.
+        keep_compiled: let what ``torch.compile`` has compiled run compiled, and see it only from outside.
         existing: what to do with an older run at ``path``.
         command: the command line that the file is to show.
         _on_device: measure tensors of every device as those of an accelerator; for tests.
@@ -121,6 +123,7 @@ class Tracer:
         max_size: int = 2 * 10**9,
         triggers: Triggers | None = None,
         baseline: str | os.PathLike[str] | None = None,
+        keep_compiled: bool = False,
         existing: Literal["refuse", "overwrite", "move_aside"] = "refuse",
         command: Sequence[str] = (),
         _on_device: bool | None = None,
@@ -141,8 +144,10 @@ class Tracer:
             max_size,
             triggers or Triggers(),
             baseline,
+            keep_compiled,
         )
         self._launch = Launch.of_environment()
+        self._others_noted = False
         self._path = Path(path)
         self._existing: Literal["refuse", "overwrite", "move_aside"] = existing
         self.info = RunInfo(
@@ -161,7 +166,10 @@ class Tracer:
     def _build(self, options: Options, statistics: Statistics) -> None:
         schedule = options.schedule()
         names, clock = Names(options.include, options.exclude), Clock(options.first_step)
-        session = self._session = Session(names, schedule, clock, RowBuffer(self.info.rank), statistics)
+        compilation: Compilation = KeptCompiled() if options.keep_compiled else EagerWhileRecording()
+        self._compilation = compilation
+        rows = RowBuffer(self.info.rank)
+        session = self._session = Session(names, schedule, clock, rows, statistics, compilation.shield)
         session.on_failure = self._detach
         self._graph = GraphGradients(session)
         self._hooks = ModuleHooks(session) if options.engine == "hooks" else None
@@ -192,7 +200,7 @@ class Tracer:
         watchman = Watchman(
             session,
             keeper,
-            Replayer(session, self._calls, self._backward),
+            Replayer(session, self._calls, self._backward, kept_compiled=options.keep_compiled),
             self._loss,
             self._capsule,
             self.info.notes,
@@ -204,13 +212,13 @@ class Tracer:
         )
         passes = Passes(session.rows, keeper, watchman, self._loss, self._capsule)
         steps = self._steps = Steps(
-            session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._op_steps.step_begins
+            session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._step_begins
         )
-        self._observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
+        observer = self._calls if self._hooks is None else Discovery(session, self._calls, self._hooks)
+        self._observer = compilation.observer(observer)
         self._optimizers = OptimizerWatch(
             session, steps.optimizer_begins, steps.optimizer_stepped, steps.loss_scale, steps.loss_scaled
         )
-        self._eager = EagerWhileRecording()
         self._log: StepLog | None = None
         _recording.add(session)
 
@@ -254,7 +262,7 @@ class Tracer:
         if self._lines is not None:
             self._lines.install()
         self._optimizers.install()
-        self._eager.install()
+        self._compilation.install()
         self._session.guarded(self._steps.step_begins)()
         return self
 
@@ -291,8 +299,9 @@ class Tracer:
             self._detach()
         if session.failure is not None:
             end = f"tracer failed: {session.failure}"
-        if self._eager.used:
-            self.info.notes.append(NOTE)
+        modules = session.names.all_modules()
+        notes = self._compilation.note(list(self._calls.compiled), modules), scripted_note(modules)
+        self.info.notes += [note for note in notes if note is not None]
         try:
             log.close(end, quickly=quickly)
         except Exception as error:
@@ -310,12 +319,18 @@ class Tracer:
             undo.callback(self._op_steps.step_ends)
             if self._lines is not None:
                 undo.callback(self._lines.remove)
-            undo.callback(self._eager.remove)
+            undo.callback(self._compilation.remove)
             undo.callback(self._optimizers.remove)
             undo.callback(self._backward.remove)
             undo.callback(interception.remove, self._observer)
             if self._hooks is not None:
                 undo.callback(self._hooks.remove)
+
+    def _step_begins(self, step: int) -> None:
+        self._op_steps.step_begins(step)
+        if not self._others_noted and (remark := self._launch.others_unseen) is not None:
+            self._others_noted = True
+            self.info.notes.append(remark)
 
     def _capsule_path(self) -> Path:
         return capsule_path(self._path, self.info.rank, self.info.world_size, self.info.attempt)

@@ -21,8 +21,11 @@ from gradtrace.trace.parts import INFO_FILE, parts_of
 from gradtrace.trace.process import is_alive
 from gradtrace.trace.runinfo import RunInfo
 
-LAUNCH_FILE = "launch.json"
-"""In the directory of several ranks: which launch it belongs to, and where an older run was moved."""
+LAUNCH_FILE = "_launch.json"
+"""In the directory of several ranks: which launch it belongs to, and where an older run was moved.
+
+With a leading underscore engines that read a whole directory pass it over.
+"""
 
 Existing = Literal["refuse", "overwrite", "move_aside"]
 

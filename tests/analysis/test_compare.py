@@ -475,7 +475,9 @@ def test_stretches_add_up_to_the_same_answer(differ, monkeypatch):
     other.records[7 * 20 + 4] = other.records[7 * 20 + 4]._replace(norm=1e9)  # the output of act in step 7
     at_once = differ(training(9), other)
     shares = []
-    monkeypatch.setattr("gradtrace.analysis.compare.compare.ROWS_AT_ONCE", 2 * A_STEP + 2)  # of both runs: two steps and more
+    monkeypatch.setattr(
+        "gradtrace.analysis.compare.compare.ROWS_AT_ONCE", 2 * A_STEP + 2
+    )  # of both runs: two steps and more
     by_stretches = differ(training(9), other, progress=shares.append)
     assert dataclasses.replace(by_stretches, a=at_once.a, b=at_once.b) == at_once
     assert (at_once.first.a.step, at_once.differing) == (4, 3)

@@ -159,6 +159,17 @@ def test_of_several_attempts_the_latest_is_read_and_the_others_are_named(tmp_pat
         assert run.missing == ["earlier attempts are left out: rank-0.parquet, rank-1.parquet"]
 
 
+def test_an_attempt_that_died_before_it_recorded_anything_is_passed_over(tmp_path):
+    path = write_run(tmp_path / "run", plain_rows(5, 0), rank=0, world_size=2)
+    write_run(tmp_path / "run", plain_rows(5, 1), rank=1, world_size=2)
+    write_run(tmp_path / "run", [], rank=0, world_size=2, attempt=1)
+    unfinished = open_writer(tmp_path / "run", 0, rank=1, world_size=2, attempt=1)
+    with open_run(path) as run:
+        assert run.missing == ["attempts after 0 recorded nothing and are left out; the last one was attempt 1"]
+        assert run.steps == 5
+    unfinished.finish(RunInfo("test", rank=1, world_size=2, attempt=1))
+
+
 def test_two_runs_at_once_are_refused_by_name(tmp_path):
     write_run(tmp_path / "a.parquet", plain_rows(1), run_id="a")
     write_run(tmp_path / "b.parquet", plain_rows(1), run_id="b")

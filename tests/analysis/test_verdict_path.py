@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from gradtrace.analysis.classify import Background, find_cause
+from gradtrace.analysis.run import open_run
 from gradtrace.analysis.scene import Scene
 from gradtrace.analysis.verdict import first_nan
 from gradtrace.analysis.verdict_model import Cause, Fate, Verdict
@@ -334,6 +335,48 @@ def test_ten_skipped_steps_in_a_row_are_an_incident_that_starts_with_the_first(t
     assert not verdict.handled  # it never ended
 
 
+def _with_skips(*skipped: int, steps: int) -> Rows:
+    """A run in which the gradient of ``act`` overflows in some steps, while the loss scale is 2 ** step."""
+    rows = Rows()
+    for step in range(steps):
+        bad = {"act_in": INF, "fc1": INF, "fc1_grad": NAN} if step in skipped else {}
+        forward(rows)
+        backward(rows, **bad)
+        rows.scalar("optimizer", "loss_scale", 2.0**step, "0")
+        rows.skip() if step in skipped else update(rows)
+        rows.step += 1
+    return rows
+
+
+def test_what_made_the_scaler_skip_is_named_when_asked(tmp_path: Path) -> None:
+    rows = _with_skips(2, 3, 6, steps=8)
+    assert not _verdict(tmp_path / "a", rows).found
+    verdict = _verdict(tmp_path / "b", rows, {"skipped": True})
+    assert _answer(verdict) == (2, "backward", "act", "grad_input")
+    assert verdict.loss_scales == ((2, 4.0), (3, 8.0))
+    spans = [(one.first_step, one.last_step, one.ended, one.chosen) for one in verdict.incidents]
+    assert spans == [(2, 3, True, True), (6, 6, True, False)]
+    second = _verdict(tmp_path / "c", rows, {"skipped": True, "incident": 2})
+    assert _answer(second) == (6, "backward", "act", "grad_input")
+    assert second.loss_scales == ((6, 64.0),)
+    assert _answer(_verdict(tmp_path / "d", rows, {"skipped": True, "steps": (4, 8)}))[0] == 6
+
+
+def test_skips_up_to_the_end_of_the_run_are_asked_about_first(tmp_path: Path) -> None:
+    verdict = _verdict(tmp_path, _with_skips(1, 4, 5, steps=6), {"skipped": True})
+    assert [(one.first_step, one.ended, one.chosen) for one in verdict.incidents] == [
+        (1, True, False),
+        (4, False, True),
+    ]
+
+
+def test_of_a_run_without_skips_there_is_nothing_to_name(tmp_path: Path) -> None:
+    rows = _run()
+    forward(rows, fc1=NAN, act_in=NAN, act=NAN, fc2_in=NAN, fc2=NAN, out=NAN)
+    _fatal_loss(rows)
+    assert not _verdict(tmp_path, rows, {"skipped": True}).found
+
+
 def test_what_a_skipped_step_had_non_finite_is_not_tolerated_later(tmp_path: Path) -> None:
     rows = _run()
     forward(rows)
@@ -487,8 +530,27 @@ def test_what_one_rank_made_the_others_received(tmp_path: Path) -> None:
         alone = first_nan(run, rank=2)
     answer = verdict.to_dict()
     assert (answer["rank"], answer["module"], answer["received_by"]) == (1, "fc1", [0, 2, 3])
+    assert answer["reached"] == ["loss", "grad", "param"]  # as on rank 1: the others only received gradients
     assert alone.finding is not None and alone.finding.cause is Cause.CHANGED_GRADIENT
     assert alone.finding.row.rank == 2
+
+
+@pytest.mark.parametrize(("first", "later"), [(0, 1), (1, 0)])
+def test_of_ranks_that_compute_together_the_one_that_came_to_it_first_made_it(
+    tmp_path: Path, first: int, later: int
+) -> None:
+    for rank in (0, 1):
+        rows = Rows(rank=rank)
+        healthy(rows, 2)
+        bad = {"fc1": INF, "act_in": INF, "act": INF} if rank == first else {}
+        forward(rows, **bad, fc2_in=NAN, fc2=NAN, out=NAN)
+        _fatal_loss(rows)
+        open_rows(tmp_path, rows, rank=rank, world_size=2).close()
+    with open_run(tmp_path / "run.parquet") as run:
+        answer = first_nan(run).to_dict()
+    assert (answer["rank"], answer["module"]) == (first, "fc1")
+    [other] = answer["candidates"]
+    assert other["why"].startswith(f"rank {later} made a non-finite value of its own in the same step, or received it")
 
 
 def test_a_rank_that_the_run_lacks_is_said_with_those_it_has(tmp_path: Path) -> None:

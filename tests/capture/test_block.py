@@ -65,6 +65,7 @@ def test_without_arguments_and_configuration_everything_is_by_default(asked: dic
         "exclude": (),
         "replays": 3,
         "on_nonfinite": "continue",
+        "keep_compiled": False,
         "loss_lines": True,
         "op_steps": None,
         "capsule_limit": 2**30,

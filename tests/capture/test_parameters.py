@@ -272,6 +272,30 @@ def test_a_gradient_that_was_changed_without_a_trace_is_seen_before_the_step(tmp
     assert final == [(1, "1", "bias", 1)]
 
 
+def test_a_gradient_that_no_backward_has_brought_is_recorded_before_the_step(tmp_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+    def train() -> None:
+        model(batch())
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        model(batch(1)).sum().backward()  # arrives, and is added to what is there
+        optimizer.step()
+
+    recorded = record(model, tmp_path, train)
+    count = len(list(model.parameters()))
+    assert [len(recorded.where(step=0, tensor="grad", phase=phase)) for phase in ("backward", "optimizer")] == [
+        0,
+        count,
+    ]
+    assert [len(recorded.where(step=1, tensor="grad", phase=phase)) for phase in ("backward", "optimizer")] == [
+        count,
+        0,
+    ]
+
+
 def test_frozen_parameters_have_states_but_no_gradients(tmp_path: Path) -> None:
     model = make_model()
     model[0].requires_grad_(False)

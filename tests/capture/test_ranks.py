@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -92,6 +93,26 @@ def test_ranks_of_one_launch_share_its_id_and_restarts_do_not_mix(monkeypatch: p
     assert first.run_id == second.run_id == again.run_id is not None
     assert first.run_id != other.run_id
     assert (first.rank, second.rank, second.attempt, again.attempt) == (0, 1, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("rank", "size", "here"),
+    [
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        ("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"),
+        ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
+    ],
+)
+def test_mpirun_says_in_its_own_words_which_rank_it_is(
+    rank: str, size: str, here: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = {size: "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
+    launched = [launch(monkeypatch, **facts, **{rank: str(number), here: "4"}) for number in (0, 3)]
+    assert [(one.rank, one.world_size) for one in launched] == [(0, 4), (3, 4)]
+    assert launched[0].run_id == launched[1].run_id == f"127.0.0.1-4711-{os.getppid()}"
+    # Spread over machines, they have different parents.
+    assert launch(monkeypatch, **facts, **{rank: "3", here: "2"}).run_id == "127.0.0.1-4711"
+    assert launch(monkeypatch, **{size: "1", rank: "0"}).world_size == 1
 
 
 def test_a_restarted_rank_writes_beside_its_first_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

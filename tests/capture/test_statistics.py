@@ -120,6 +120,14 @@ def test_a_label_of_minus_hundred_is_seen(on_device: bool) -> None:
 
 
 @BOTH_WAYS
+@pytest.mark.parametrize("values", [[0.0, NAN], [-0.0, 0.0, INF], [-0.0], [0.0], [-0.0, -0.0]])
+def test_the_norm_of_zeros_has_no_sign(values: list[float], on_device: bool) -> None:
+    norm = measured(torch.tensor(values), on_device).norm
+    assert norm == 0.0
+    assert math.copysign(1.0, norm) == 1.0
+
+
+@BOTH_WAYS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.complex64, torch.int64], ids=str)
 def test_an_empty_tensor_has_counts_but_no_numbers(dtype: torch.dtype, on_device: bool) -> None:
     measure = measured(torch.empty(3, 0, dtype=dtype), on_device)

@@ -150,6 +150,33 @@ def test_nothing_wrong_names_what_was_tolerated_and_what_was_contained(
     )
 
 
+def _skipping(skips: int, steps: int) -> Rows:
+    """A run whose first steps are skipped, with half the loss scale after each."""
+    rows = Rows()
+    for step in range(steps):
+        forward(rows)
+        backward(rows, **({"act_in": INF, "fc1": INF, "fc1_grad": INF} if step < skips else {}))
+        rows.scalar("optimizer", "loss_scale", 2.0 ** (16 - min(step, skips)), "0")
+        rows.skip() if step < skips else update(rows)
+        rows.step += 1
+    return rows
+
+
+def test_text_of_skipped_steps_has_the_loss_scale_and_no_word_of_harm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = _text(capsys, "--skipped", _write(tmp_path / "run.parquet", _skipping(5, 8)))
+    lines = text.splitlines()
+    assert lines[0] == "What GradScaler skipped for: step 0, backward, act (ReLU), grad_input 0: 1 inf of 8"
+    assert "  loss scale 65536, 32768, 16384, ..., 4096 at steps 0 to 4" in lines
+    assert "reached" not in text
+
+
+def test_without_a_skipped_step_that_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = _text(capsys, "--skipped", _write(tmp_path / "run.parquet", _skipping(0, 2)))
+    assert text == "GradScaler skipped none of 2 steps.\n"
+
+
 def test_an_empty_run_is_said_to_be_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = _text(capsys, _write(tmp_path, Rows()))
     assert text == "The run holds no records, so nothing can be said of it.\n"

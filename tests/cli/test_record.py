@@ -183,6 +183,7 @@ def test_without_options_every_step_goes_to_the_default_path_and_an_older_run_is
         "exclude": (),
         "replays": 3,
         "on_nonfinite": "continue",
+        "keep_compiled": False,
         "loss_lines": True,
         "op_steps": None,
         "capsule_limit": 2**30,
@@ -198,9 +199,10 @@ def test_every_option_reaches_the_tracer(directory):
     (directory / "pkg.py").write_text("import torch")
     (directory / "older.parquet").write_text("")
     options = """-o a/b.parquet --watch --every 10 --steps 5:20 --first-step 7 --include x.* --include y --exclude x.0
-        --engine hooks --replays 1 --on-nonfinite stop --no-loss-lines --op-steps 6:8 --capsule-limit 1.5MB
-        --max-size 3GB --baseline older.parquet --watch-first 1 --watch-after 2 --watch-lr-factor 3
-        --watch-spike-factor 4.5 --watch-spike-window 50 --watch-share 0.1 --watch-changed-first 7"""
+        --engine hooks --replays 1 --on-nonfinite stop --keep-compiled --no-loss-lines --op-steps 6:8
+        --capsule-limit 1.5MB --max-size 3GB --baseline older.parquet --watch-first 1 --watch-after 2
+        --watch-lr-factor 3 --watch-spike-factor 4.5 --watch-spike-window 50 --watch-share 0.1
+        --watch-changed-first 7"""
     variables = os.environ | {"PYTHONPATH": str(STUBS)}
 
     done = subprocess.run(
@@ -223,6 +225,7 @@ def test_every_option_reaches_the_tracer(directory):
         "exclude": ("x.0",),
         "replays": 1,
         "on_nonfinite": "stop",
+        "keep_compiled": True,
         "loss_lines": False,
         "op_steps": (6, 8),
         "capsule_limit": 1_500_000,

@@ -48,10 +48,19 @@ def test_the_python_of_a_page_runs_block_by_block(
     if page.name not in GIVEN:  # those make a recording
         write_recording(tmp_path / "run.parquet")
         write_recording(tmp_path / "other.parquet", healthy=True)
-    for text in blocks_of(page, "python"):
+    for text in filter(_runs_here, blocks_of(page, "python")):
         _run(text, page, GIVEN.get(page.name, dict)())
     if page == COOKBOOK:  # its ways of reading without gradtrace are different ways to ask the same
         _assert_largest_gradients(capfd.readouterr().out, len(blocks_of(page, "python")))
+
+
+def _runs_here(text: str) -> bool:
+    """Two kinds of snippets have tests of their own, since they need more.
+
+    Trainers are large packages (tests/integrations/test_callbacks.py); other readers read several ranks
+    (tests/trace/test_readers.py).
+    """
+    return not any(mark in text for mark in ("from gradtrace.integrations import", "run.parquet/*", '"*.parquet"'))
 
 
 def _run(text: str, page: Path, given: dict[str, Any]) -> None:

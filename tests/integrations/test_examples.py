@@ -17,6 +17,11 @@ from tests.ground_truth import Truth, first_nan
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 
+SCRIPTS = sorted(
+    path.name for path in EXAMPLES.glob("*.py") if not path.name.startswith(("lightning_", "transformers_"))
+)
+"""Those of the trainers' callbacks need the trainers, and are run with them (integrations/test_callbacks.py)."""
+
 # One thread, here and there: the models are small, and threads that spin cost minutes on a busy machine.
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -91,13 +96,13 @@ def test_a_healthy_example_is_found_healthy(tmp_path: Path) -> None:
     assert verdict["incidents"] == []
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_prints_the_same_when_it_is_recorded(script: str, tmp_path: Path) -> None:
     args = ["--steps", "3"]
     native = _run(str(EXAMPLES / script), *args, cwd=tmp_path)
     assert _record(tmp_path / "run.parquet", script, *args) == native
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_an_example_knows_nothing_of_gradtrace(script: str) -> None:
     assert "gradtrace" not in (EXAMPLES / script).read_text(encoding="utf-8")

@@ -523,7 +523,7 @@ def test_several_ranks_share_a_directory(tmp_path):
     assert {writer.run_path for writer in writers} == {tmp_path / "run.parquet"}
     assert writers[0].path == tmp_path / "run.parquet" / "rank-1.parquet"
     names = sorted(os.listdir(tmp_path / "run.parquet"))
-    assert names == ["launch.json", "rank-0.parquet", "rank-1.parquet"]
+    assert names == ["_launch.json", "rank-0.parquet", "rank-1.parquet"]
     assert os.listdir(tmp_path) == ["run.parquet"]
 
 
@@ -532,7 +532,7 @@ def test_a_restarted_launch_writes_beside_its_earlier_attempt(tmp_path):
         writer = RunWriter(tmp_path / "run", rank_info(0, attempt=attempt))
         writer.finish(rank_info(0, attempt=attempt, end="completed"))
     names = sorted(os.listdir(tmp_path / "run"))
-    assert names == ["launch.json", "rank-0.attempt-1.parquet", "rank-0.parquet"]
+    assert names == ["_launch.json", "rank-0.attempt-1.parquet", "rank-0.parquet"]
 
 
 def test_another_launch_moves_the_whole_directory_aside_once(tmp_path):
@@ -580,7 +580,7 @@ def test_ranks_that_start_at_the_same_time_move_one_older_run_aside_together(tmp
     assert sorted(os.listdir(tmp_path)) == ["run.1.parquet", "run.parquet"]
     assert len(read_rows(tmp_path / "run.1.parquet")) == 6
     names = [f"rank-{n}.parquet" for n in range(4)]
-    assert sorted(os.listdir(tmp_path / "run.parquet")) == ["launch.json", *names]
+    assert sorted(os.listdir(tmp_path / "run.parquet")) == ["_launch.json", *names]
 
 
 def test_a_foreign_schema_is_refused(tmp_path):

@@ -16,6 +16,8 @@ from gradtrace.capture.recheck.batches import Yielded
 from gradtrace.capture.recheck.capsule import Capsule, ModelState
 from gradtrace.capture.recheck.plain import tensors_in_plain, to_plain
 from gradtrace.capture.replay.rng import Rng
+from gradtrace.capture.sharding import sharding
+from gradtrace.errors import CapsuleError
 
 
 class _HasRoot(Protocol):
@@ -63,8 +65,12 @@ def capsule_of(
     for its arguments. ``roots`` are the run's; those of which nothing is left are passed over.
 
     Raises:
-        CapsuleError: an argument, the batch or a weight is of a type that cannot be loaded with ``weights_only``.
+        CapsuleError: the model is sharded over ranks, or an argument, the batch or a weight is of a type that cannot be
+            loaded with ``weights_only``.
     """
+    by = sharding(kept.module.modules())
+    if by is not None:
+        raise CapsuleError(f"the model's parameters are sharded ({by})")
     failing = kept.entry.root
     others = [root for root in roots if root is not failing]
     states = [_state_of(root, kept.buffers) for root in (failing, *others)]

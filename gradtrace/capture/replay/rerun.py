@@ -25,6 +25,7 @@ from gradtrace.capture.backward_watch import BackwardWatch
 from gradtrace.capture.boundaries import Found, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.calls import Calls
 from gradtrace.capture.clock import Clock
+from gradtrace.capture.coverage import not_counted
 from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call, Observer
@@ -39,6 +40,7 @@ from gradtrace.capture.replay.undo import swapped_buffers, undone
 from gradtrace.capture.rows import Row, RowBuffer
 from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, quiet
+from gradtrace.capture.sharding import sharding
 from gradtrace.trace.confirmation import Confirmation, SourceLine
 
 
@@ -64,9 +66,14 @@ class Rerun:
 
 
 class Replayer:
-    """Replays passes of one recording. ``calls`` and ``backward`` are those that watch the training itself."""
+    """Replays passes of one recording. ``calls`` and ``backward`` are those that watch the training itself.
 
-    def __init__(self, session: Session, calls: Calls, backward: BackwardWatch) -> None:
+    With ``kept_compiled`` what was compiled ran compiled. Here torch runs it eagerly, as it does wherever each
+    operation is looked at (by a dispatch mode), and more of it is seen.
+    """
+
+    def __init__(self, session: Session, calls: Calls, backward: BackwardWatch, *, kept_compiled: bool = False) -> None:
+        self._kept_compiled = kept_compiled
         self._session = session
         self._calls = calls
         self._backward = backward
@@ -81,10 +88,12 @@ class Replayer:
         reason = keeper.obstacle or keeper.refused or _obstacle(kept, keeper.dropped)
         if reason is not None:
             return Outcome(Confirmation("not_replayed", reason), ran=False)
-        stage = _Stage(self._session)
+        ran_compiled = self._kept_compiled and bool(self._calls.compiled)
+        stage = _Stage(self._session, ran_compiled=ran_compiled)
+        uncounted = not_counted(self._session.names.all_modules() if ran_compiled else ())
         modules = {id(module): module for call in kept for module, _ in call.training}
         try:
-            with self._calls.paused(), self._backward.paused(), undone(modules.values()):
+            with self._calls.paused(), self._backward.paused(), undone(modules.values()), uncounted:
                 for call in kept:
                     stage.run(call)
         except Refused as refusal:
@@ -108,8 +117,9 @@ def _obstacle(kept: Sequence[Kept], dropped: int) -> str | None:
         reason = call.trouble or call.changed
         if reason is not None:
             return reason
-        if any(hasattr(p, "to_local") for m, _ in call.training for p in m._parameters.values()):
-            return "the model's parameters are sharded (DTensor)"
+        by = sharding(module for module, _ in call.training)
+        if by is not None:
+            return f"the model's parameters are sharded ({by})"
         if any(isinstance(m, torch.jit.ScriptModule) for m, _ in call.training):
             return "a part of the model is scripted (torch.jit): it cannot run on copies of its buffers"
     return None
@@ -118,7 +128,8 @@ def _obstacle(kept: Sequence[Kept], dropped: int) -> str | None:
 class _Stage:
     """One replay: a recording of its own beside the training's; sees the calls before the graph does."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, *, ran_compiled: bool) -> None:
+        self._ran_compiled = ran_compiled
         self._recorded = session.rows
         clock = Clock(session.clock.step)
         clock.micro_step = session.clock.micro_step
@@ -149,7 +160,10 @@ class _Stage:
             return Confirmation("not_reproduced", f"watching it failed: {self._session.failure}", *what_it_said)
         if difference is None:
             return Confirmation("reproduced", None, *what_it_said)
-        reason = f"it came out otherwise at {difference}: hidden state, an own random generator, or changed data"
+        cause = "hidden state, an own random generator, or changed data"
+        if self._ran_compiled:
+            cause = f"the step ran compiled, which rounds otherwise than the eager replay; or {cause}"
+        reason = f"it came out otherwise at {difference}: {cause}"
         return Confirmation("not_reproduced", reason, *what_it_said)
 
     def run(self, kept: Kept) -> None:
@@ -194,6 +208,8 @@ class _Stage:
     def _difference_in_forward(
         self, kept: Kept, recorded: Sequence[Row], seen: Sequence[Row], outputs: Found
     ) -> str | None:
+        if kept.totals is None and self._ran_compiled:
+            return any_difference(_forward(recorded), _forward(seen), all_of_it=False)
         if kept.totals is None:
             return first_difference(_forward(recorded), _forward(seen))
         for path, value in outputs:
@@ -286,7 +302,7 @@ class _Stage:
         owners = {row.owner.root for row in replayed}
         recorded = _backward(self._recorded.between(self._backward_from or 0))
         expected = [row for row in recorded if row.owner.root in owners]
-        return any_difference(expected, replayed, all_of_it=not self._is_cut_off)
+        return any_difference(expected, replayed, all_of_it=not (self._is_cut_off or self._ran_compiled))
 
     def _resolve(self) -> None:
         with quiet():
