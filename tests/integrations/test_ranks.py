@@ -19,7 +19,10 @@ def launch(folder: Path, *command: str, restarts: int = 0, expected: int = 0) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    options = ("--nproc-per-node", "2", "--master-port", str(port), "--max-restarts", str(restarts))
+    where: tuple[str, ...] = ("--master-port", str(port))
+    if restarts:  # with a port the addresses of the first attempt would still be there in the second
+        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1")
+    options = (*where, "--nproc-per-node", "2", "--max-restarts", str(restarts))
     return run("-m", "torch.distributed.run", *options, *command, cwd=folder, expected=expected)
 
 
