@@ -5,12 +5,8 @@ PYTHON ?= python3
 # The torch to install. pyproject.toml names only a lower bound: recording takes the torch that is there.
 TORCH ?= torch==2.13.0
 
-# torchvision has to match torch to the release. The last pair with small CPU wheels for aarch64 is older.
-ifeq ($(shell uname -m),aarch64)
-TORCH_INTEGRATIONS ?= torch==2.9.1 torchvision==0.24.1
-else
+# The newest one, while the unit tests have the oldest. torchvision has to match it to the release.
 TORCH_INTEGRATIONS ?= torch==2.14.1 torchvision==0.29.1
-endif
 
 # The tools that the zoo compares with, as the committed table has them.
 PEERS ?= transformers==5.24.0 torchlens==2.36.1 mindstudio-probe==26.2.0
