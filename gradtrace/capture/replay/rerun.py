@@ -361,7 +361,7 @@ def _as_it_was(kept: Kept) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         torch._C.set_anomaly_enabled(True, False)
         stack.callback(torch._C.set_anomaly_enabled, False, False)
-        CheckpointFunction.apply = staticmethod(_plain_call)  # type: ignore[method-assign]
+        setattr(CheckpointFunction, "apply", staticmethod(_plain_call))  # noqa: B010 (some versions type it as a method)
         stack.callback(delattr, CheckpointFunction, "apply")
         yield
 
