@@ -331,7 +331,7 @@ def test_the_engine_hooks_says_that_it_keeps_nothing(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit")
 def test_a_scripted_part_is_a_reason(tmp_path: Path) -> None:
     model = nn.Sequential(torch.jit.script(nn.BatchNorm1d(4)), Broken())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
