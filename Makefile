@@ -35,8 +35,9 @@ lint: .venv-test/.installed
 docs: .venv-test/.installed
 	.venv-test/bin/python docs/generate.py
 
+# A file at a time, since its tests share recordings that take long to make.
 test-integrations: .venv-integrations/.installed chromium
-	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n auto tests/integrations $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-integrations/bin/python -m pytest -n auto --dist loadfile tests/integrations $(PYTEST_ARGS)
 
 # The browser that the tests of the report drive; Debian's, as others have to be downloaded from elsewhere.
 chromium:

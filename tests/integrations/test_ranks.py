@@ -83,6 +83,8 @@ def test_of_a_model_under_fsdp2_rank_and_module_are_known_and_each_rank_records_
     found = recorded_as_natively(tmp_path, "fsdp2")
     assert_made_by_attention(found, tmp_path, "DTensor")
     assert found["received_by"] == [0]
+    text = run("-m", "gradtrace", "first-nan", "run.parquet", cwd=tmp_path).stdout
+    assert text.startswith("First non-finite value: step 2, rank 1, forward, blocks.0.attention (Attention), output 0")
     query = """
         SELECT DISTINCT tensor, path, shape, numel, detail FROM records
         WHERE step = 1 AND module = 'blocks.0.up' AND tensor IN ('param', 'grad')"""
