@@ -13,7 +13,8 @@ from click.shell_completion import CompletionItem
 from gradtrace.errors import NoMatchError
 from gradtrace.setting_kinds import real
 
-from .output import FORMATS, write
+from .format_option import format_option
+from .output import write
 from .path import PATH
 from .step_range import read_step_range
 
@@ -78,16 +79,7 @@ def _read_thresholds(ctx: click.Context, param: click.Parameter, values: Sequenc
     metavar="N",
     help="Most rows of a rule in a table; -1 for all. Other formats have all rows.",
 )
-@click.option(
-    "-f",
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    default="table",
-    show_default=True,
-    metavar="NAME",
-    help="table, csv, json, jsonl or markdown.",
-)
+@format_option
 @click.option("--exit-code", is_flag=True, help="Exit with 1 when something was found.")
 def check(
     run: str | None,

@@ -10,7 +10,8 @@ import click
 
 from gradtrace.errors import QueryError
 
-from .output import FORMATS, write
+from .format_option import format_option
+from .output import write
 from .path import PATH
 
 if TYPE_CHECKING:
@@ -24,16 +25,7 @@ _ROWS = 100
 @click.argument("query", required=False)
 @click.option("--file", "file", type=click.File("r"), metavar="PATH", help="Read the query from PATH, - for stdin.")
 @click.option("--schema", is_flag=True, help="Show the views, their columns and what they mean.")
-@click.option(
-    "-f",
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    default="table",
-    show_default=True,
-    metavar="NAME",
-    help="table, csv, json, jsonl or markdown.",
-)
+@format_option
 @click.option(
     "--rows",
     type=click.IntRange(min=-1),

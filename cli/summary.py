@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import FORMATS, sparkline, write
+from .format_option import format_option
+from .output import sparkline, write
 from .path import PATH
 
 if TYPE_CHECKING:
@@ -44,16 +45,7 @@ _HEADINGS = {
     help="Fold modules deeper than N into those above them.",
 )
 @click.option("--sort", metavar="COLUMN", help="Sort by COLUMN, largest first. Default: the order of the model.")
-@click.option(
-    "-f",
-    "--format",
-    "form",
-    type=click.Choice(FORMATS),
-    default="table",
-    show_default=True,
-    metavar="NAME",
-    help="table, csv, json, jsonl or markdown.",
-)
+@format_option
 def summary(run: str, by: By, depth: int | None, sort: str | None, form: str) -> None:
     """Show norms over time, extremes and counts of NaN and Inf, one line a module.
 
