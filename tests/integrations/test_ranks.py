@@ -19,10 +19,7 @@ def launch(folder: Path, *command: str, restarts: int = 0, expected: int = 0) ->
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    where: tuple[str, ...] = ("--master-port", str(port))
-    if restarts:  # with a port the addresses of the first attempt would still be there in the second
-        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--local-addr", "127.0.0.1")
-    options = (*where, "--nproc-per-node", "2", "--max-restarts", str(restarts))
+    options = ("--nproc-per-node", "2", "--master-port", str(port), "--max-restarts", str(restarts))
     return run("-m", "torch.distributed.run", *options, *command, cwd=folder, expected=expected)
 
 
@@ -115,7 +112,8 @@ def test_of_a_rank_that_dies_everything_before_is_read(tmp_path: Path) -> None:
 
 
 def test_attempts_of_an_elastic_launch_never_mix(tmp_path: Path) -> None:
-    found = recorded(tmp_path, script=("--die-at", "1"), restarts=1)
+    # Without a process group: gloo does not always come up again after a rank has been killed.
+    found = recorded(tmp_path, script=("--wrap", "none", "--die-at", "1"), restarts=1)
     assert (found["step"], found["rank"], found["op"]) == (2, 1, "DivBackward0")
     assert found["run"]["missing"][0].startswith("earlier attempts are left out: rank-0.parquet, rank-1.parquet")
     assert {step for (step,) in rows(tmp_path, "SELECT DISTINCT step FROM records")} == {0, 1, 2, 3}

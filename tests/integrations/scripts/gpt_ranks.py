@@ -90,15 +90,17 @@ def wrapped(model, how):
 def main():
     """Train for a few steps."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--wrap", choices=("ddp", "fsdp1", "fsdp2", "tensor"), default="ddp")
+    parser.add_argument("--wrap", choices=("none", "ddp", "fsdp1", "fsdp2", "tensor"), default="ddp")
     parser.add_argument("--bad-step", type=int, default=2)
     parser.add_argument("--die-at", type=int, default=-1, help="rank 1 kills itself at this step of the first attempt")
     args = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, attempt = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    model = wrapped(GPT(), args.wrap)
+    rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    model = GPT()
+    if args.wrap != "none":  # else each rank is for itself
+        dist.init_process_group("gloo")
+        model = wrapped(model, args.wrap)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     draw = torch.Generator().manual_seed(rank)
     for step in range(4):
@@ -115,7 +117,8 @@ def main():
         optimizer.step()
         # In one piece: the ranks share their output.
         os.write(1, f"rank {rank} step {step} loss {loss.item():.6f}\n".encode())
-    dist.destroy_process_group()
+    if args.wrap != "none":
+        dist.destroy_process_group()
 
 
 main()
