@@ -14,9 +14,10 @@ from gradtrace.errors import NoMatchError
 from gradtrace.setting_kinds import real
 
 from .format_option import format_option
+from .notes import say_notes
 from .output import write
 from .path import PATH
-from .step_range import read_step_range
+from .selection import rank_option, steps_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -69,8 +70,8 @@ def _read_thresholds(ctx: click.Context, param: click.Parameter, values: Sequenc
     help="Another value for a threshold; may be given several times.",
 )
 @click.option("--list", "as_list", is_flag=True, help="Show the rules, their thresholds and where these are from.")
-@click.option("--steps", callback=read_step_range, metavar="A:B", help="Only steps A up to, not including, B.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only rank N.")
+@steps_option
+@rank_option
 @click.option(
     "--rows",
     type=click.IntRange(min=-1),
@@ -124,8 +125,7 @@ def check(
         _show(checkup, rows)
     else:
         write(sys.stdout, form, checkup.columns, checkup.rows, digits=4)
-    for note in notes:
-        click.echo(f"gradtrace: note: {note}", err=True)
+    say_notes(notes)
     return 1 if exit_code and checkup.found else 0
 
 

@@ -10,10 +10,11 @@ import click
 from gradtrace.setting_kinds import real
 
 from . import output
+from .notes import say_notes
 from .path import PATH
 from .progress import progress
 from .reading import reading
-from .step_range import read_step_range
+from .selection import rank_option, steps_option
 
 if TYPE_CHECKING:
     from gradtrace.analysis.compare.model import Difference
@@ -30,8 +31,8 @@ _TOLERANCE = real("X", lambda number: number >= 0, "a number, 0 or more")
     help="Relative difference that counts. [default: half of the digits of the coarser dtype: float64 1.5e-8, "
     "float32 3.5e-4, float16 0.031, bfloat16 0.088]",
 )
-@click.option("--steps", callback=read_step_range, metavar="A:B", help="Only steps A up to, not including, B.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only rank N.")
+@steps_option
+@rank_option
 @click.option(
     "-M", "--module", "modules", multiple=True, metavar="GLOB", help="Only modules whose name matches GLOB. Repeatable."
 )
@@ -93,12 +94,6 @@ def diff(
 
 def _show(difference: Difference) -> None:
     from gradtrace.analysis.compare.text import notes, report
-    from gradtrace.analysis.verdict_text import Table
 
-    for note in notes(difference):
-        click.echo(f"gradtrace: note: {note}", err=True)
-    for block in report(difference):
-        if isinstance(block, Table):
-            output.write(sys.stdout, "table", block.columns, block.rows)
-        else:
-            click.echo(block)
+    say_notes(notes(difference))
+    output.write_blocks(sys.stdout, report(difference))

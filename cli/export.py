@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .notes import say_notes
 from .path import PATH
 from .progress import progress
-from .step_range import read_step_range
+from .selection import steps_option
 
 if TYPE_CHECKING:
     from gradtrace.analysis.tensorboard import Exported
@@ -33,7 +34,7 @@ Example:
 )
 @click.argument("run", type=PATH)
 @click.option("--tensorboard", "directory", type=PATH, metavar="DIR", help="Write event files to DIR.")
-@click.option("--steps", callback=read_step_range, metavar="A:B", help="Only steps A up to, not including, B.")
+@steps_option
 @click.option(
     "--every",
     type=click.IntRange(min=1),
@@ -63,8 +64,7 @@ def export(
     with open_run(run) as opened:
         with progress("writing") as advance:
             exported = tensorboard.export(opened, directory, steps=steps, every=every, force=force, progress=advance)
-        for note in opened.missing:
-            click.echo(f"gradtrace: note: {note}", err=True)
+        say_notes(opened.missing)
     _say(exported, directory)
 
 

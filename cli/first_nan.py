@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from .path import PATH
-from .step_range import read_step_range
+from .selection import rank_option, steps_option
 
 if TYPE_CHECKING:
     from gradtrace.analysis.verdict_model import Verdict
@@ -31,8 +31,8 @@ Examples:
     metavar="N",
     help="Take the Nth incident. [default: the one that never ended, else the first]",
 )
-@click.option("--steps", callback=read_step_range, metavar="A:B", help="Only steps A up to, not including, B.")
-@click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only rank N.")
+@steps_option
+@rank_option
 @click.option(
     "--context",
     type=click.IntRange(min=0),
@@ -69,14 +69,10 @@ def first_nan(
 
 
 def _show(verdict: Verdict) -> None:
-    from gradtrace.analysis.verdict_text import Table, notes, report
+    from gradtrace.analysis.verdict_text import notes, report
 
     from . import output
 
     for note in notes(verdict):
         click.echo(f"note: {note}", err=True)
-    for block in report(verdict):
-        if isinstance(block, Table):
-            output.write(sys.stdout, "table", block.columns, block.rows)
-        else:
-            click.echo(block)
+    output.write_blocks(sys.stdout, report(verdict))

@@ -14,11 +14,14 @@ import json
 import math
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from gradtrace.analysis.sparkline import BLOCKS
 from gradtrace.analysis.sparkline import sparkline as blocks_of
 from gradtrace.analysis.tabular import is_number
+
+if TYPE_CHECKING:
+    from gradtrace.analysis.verdict_text import Table
 
 FORMATS = ("table", "csv", "json", "jsonl", "markdown")
 
@@ -43,6 +46,15 @@ def write(out: TextIO, form: str, columns: Sequence[str], rows: Iterable[Row], *
         writer.writerows([["" if value is None else text(value) for value in row] for row in rows])
     else:
         out.writelines(_json(columns, rows, lines=form == "jsonl"))
+
+
+def write_blocks(out: TextIO, blocks: Iterable[str | Table]) -> None:
+    """Write the lines and tables of an answer in words."""
+    for block in blocks:
+        if isinstance(block, str):
+            out.write(f"{block}\n")
+        else:
+            write(out, "table", block.columns, block.rows)
 
 
 def table(columns: Sequence[str], rows: Iterable[Row], *, width: int | None = None, digits: int | None = None) -> str:

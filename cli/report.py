@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .notes import say_notes
 from .path import PATH
 from .progress import progress
-from .step_range import read_step_range
+from .selection import steps_option
 
 if TYPE_CHECKING:
     from gradtrace.analysis.report.page import Contents
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 )
 @click.option("--force", is_flag=True, help="Overwrite PATH even if it is no report.")
 @click.option("--title", metavar="TEXT", help="Title of the page. [default: the name of RUN]")
-@click.option("--steps", callback=read_step_range, metavar="A:B", help="Only steps A up to, not including, B.")
+@steps_option
 @click.option("--rank", type=click.IntRange(min=0), metavar="N", help="Only rank N. [default: the extremes of all]")
 @click.option("--open", "open_it", is_flag=True, help="Open it in a browser.")
 def report(
@@ -105,8 +106,7 @@ def _is_report(path: Path) -> bool:
 
 
 def _say_notes(found: Contents) -> None:
-    for note in found.notes:
-        click.echo(f"gradtrace: note: {note}", err=True)
+    say_notes(found.notes)
 
 
 def _size(size: int) -> str:

@@ -11,6 +11,7 @@ import click
 from gradtrace.errors import QueryError
 
 from .format_option import format_option
+from .notes import say_notes
 from .output import write
 from .path import PATH
 
@@ -60,8 +61,7 @@ def sql(run: str, query: str | None, file: TextIO | None, schema: bool, form: st
             _show(opened.sql(text), form, rows)
         except QueryError as error:
             raise QueryError(f"{error}\nsee: gradtrace sql {run} --schema") from None
-        for note in opened.missing:
-            click.echo(f"gradtrace: note: {note}", err=True)
+        say_notes(opened.missing)
 
 
 def _show(result: Result, form: str, limit: int) -> None:

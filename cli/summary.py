@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .format_option import format_option
+from .notes import say_notes
 from .output import sparkline, write
 from .path import PATH
 
@@ -75,8 +76,7 @@ def summary(run: str, by: By, depth: int | None, sort: str | None, form: str) ->
         if form == "table":
             click.echo(_heading(opened))
         _write(form, columns, rows)
-        for note in opened.missing:
-            click.echo(f"gradtrace: note: {note}", err=True)
+        say_notes(opened.missing)
 
 
 def _rank(value: float | None) -> tuple[bool, bool, float]:

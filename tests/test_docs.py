@@ -116,9 +116,12 @@ def _command_lines() -> list[str]:
 @pytest.mark.parametrize("line", _command_lines())
 def test_every_documented_command_line_is_accepted(line: str) -> None:
     name, *arguments = shlex.split(line, comments=True)
-    command = cli.get_command(click.Context(cli), name)
+    group = click.Context(
+        cli, **cli.context_settings
+    )  # a command keeps the help option of the first context that it meets
+    command = cli.get_command(group, name)
     assert command is not None
-    with command.make_context(name, arguments) as context:
+    with command.make_context(name, arguments, parent=group) as context:
         assert context.params
 
 

@@ -71,6 +71,8 @@ class _Origin:
     rank: int
     incident: Incident
     finding: Finding
+    when: tuple[int, int, int] = (0, 0, 0)
+    """Where several ranks have one: when in its own order the rank met the value; the same program can be compared."""
 
 
 class _Inquiry:
@@ -139,7 +141,7 @@ class _Inquiry:
             fates={**{like.seq: _harmless_fate(like, n) for like, n in healthy}, **finding.fates},
             candidates=candidates_for(
                 finding,
-                [(other.finding, self._when(other) > self._when(origin)) for other in origins[1:]],
+                [(other.finding, other.when > origin.when) for other in origins[1:]],
                 self._run.infos,
                 self._gap(row),
                 watched=self._evidence.is_watched(row.rank, row.step),
@@ -162,11 +164,12 @@ class _Inquiry:
             if start is not None:
                 origins.append(_Origin(rank, incident, self._explain(start)))
         made = [o for o in origins if o.finding.cause not in _MAY_COME_FROM_ELSEWHERE]
-        return sorted(made, key=self._when) if len(made) > 1 else made or origins[:1]
+        if len(made) < 2:
+            return made or origins[:1]
+        return sorted((replace(o, when=self._when(o.finding.seen)) for o in made), key=lambda o: o.when)
 
-    def _when(self, origin: _Origin) -> tuple[int, int, int]:
-        """Return when in its own order a rank met the value: ranks that run the same program can be compared."""
-        seen = origin.finding.seen
+    def _when(self, seen: Record) -> tuple[int, int, int]:
+        """Return step, pass and place in the step of a record."""
         return seen.step, seen.micro_step, seen.seq - self._evidence.first_of_step(seen)
 
     def _start(self, rank: int, incident: Incident) -> Record | None:

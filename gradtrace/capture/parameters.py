@@ -158,10 +158,12 @@ class ParameterWatch:
 
     def _record_finals(self, parameters: list[Tensor]) -> None:
         arrivals = self.arrivals
-        for parameter, unseen in arrivals.unseen(parameters):
-            self._record_unseen(parameter, unseen)
+        unseen = arrivals.unseen(parameters)
+        for parameter, gradient in unseen:
+            self._record_unseen(parameter, gradient)
         if not arrivals.any_nonfinite:
-            gradients = [gradient for parameter in parameters if (gradient := parameter.grad) is not None]
+            recorded = {id(parameter) for parameter, _ in unseen}
+            gradients = [g for p in parameters if (g := p.grad) is not None and id(p) not in recorded]
             if self._session.surely_finite(gradients):
                 return  # as they were when they arrived
         for parameter in parameters:

@@ -177,7 +177,7 @@ class Session:
         def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
             if self.active:
                 try:
-                    if _cuda_is_built and _cuda_in_use() and in_cuda_graph():
+                    if _cuda_in_use() and _is_capturing():
                         self.unmeasured[IN_CUDA_GRAPH] += 1
                         return None
                     return function(*args, **kwargs)
@@ -254,7 +254,7 @@ def cannot_observe() -> bool:
     # What in_transform asks, asked here: a call more for each call of a module would be felt.
     if _functorch_level() is not None or _tracing_state() is not None or _is_compiling():
         return True
-    return _cuda_is_built and _cuda_in_use() and in_cuda_graph()
+    return _cuda_in_use() and _is_capturing()
 
 
 def in_transform() -> bool:
@@ -262,12 +262,12 @@ def in_transform() -> bool:
     return _functorch_level() is not None
 
 
-# Asked at every call of a module, so before a function of ours is.
-_cuda_is_built: bool = torch.backends.cuda.is_built()  # type: ignore[no-untyped-call]
-_cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized
+# Both are asked at every call and hook, so no function of ours stands before them; bool() is False.
+_cuda_in_use: Callable[[], bool] = torch.cuda.is_initialized if torch.backends.cuda.is_built() else bool  # type: ignore[no-untyped-call]
+_is_capturing: Callable[[], bool] = torch.cuda.is_current_stream_capturing
 
 
 def in_cuda_graph() -> bool:
     """Whether what this thread does becomes part of a CUDA graph, instead of being run."""
     # Where there is no device, or none in use yet, the question itself is an error.
-    return _cuda_is_built and _cuda_in_use() and torch.cuda.is_current_stream_capturing()
+    return _cuda_in_use() and _is_capturing()

@@ -8,7 +8,7 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from gradtrace_cli.summary import summary
+from gradtrace_cli.main import cli
 from traces import write_run
 
 from gradtrace.errors import RunNotFoundError
@@ -41,7 +41,7 @@ def run(tmp_path):
 
 
 def invoke(*arguments):
-    result = CliRunner().invoke(summary, arguments)
+    result = CliRunner().invoke(cli, ["summary", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result

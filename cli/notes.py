@@ -1,0 +1,13 @@
+"""What is to be said of a recording itself, on stderr, beside the answer to a question."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import click
+
+
+def say_notes(notes: Iterable[str]) -> None:
+    """Print a line for each."""
+    for note in notes:
+        click.echo(f"gradtrace: note: {note}", err=True)
