@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .notes import say_notes
 from .path import PATH
 from .selection import rank_option, steps_option
 
@@ -73,6 +74,5 @@ def _show(verdict: Verdict) -> None:
 
     from . import output
 
-    for note in notes(verdict):
-        click.echo(f"note: {note}", err=True)
+    say_notes(notes(verdict))
     output.write_blocks(sys.stdout, report(verdict))

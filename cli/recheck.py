@@ -10,6 +10,7 @@ import click
 
 from gradtrace.errors import CaptureError
 
+from .notes import say_notes
 from .path import PATH
 from .script_command import ScriptCommand
 
@@ -49,9 +50,7 @@ def recheck(capsule: str, script: str, args: tuple[str, ...], as_json: bool, is_
 
 
 def _show(result: RecheckResult) -> None:
-    click.echo(f"note: captured: {result.failed}", err=True)
-    for note in result.notes:
-        click.echo(f"note: {note}", err=True)
+    say_notes([f"captured: {result.failed}", *result.notes])
     width = max(map(len, result.parts))
     for name, part in result.parts.items():
         click.echo(f"{name.ljust(width)}  {_in_words(part)}")

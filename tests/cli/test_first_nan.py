@@ -187,7 +187,7 @@ def test_a_run_that_did_not_complete_is_said_on_stderr(tmp_path: Path, capsys: p
     assert main(["first-nan", path]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("No NaN or Inf that matters in 3 steps")
-    assert captured.err == "note: the run ended with exception RuntimeError; the last recorded step is 2\n"
+    assert captured.err == "gradtrace: note: the run ended with exception RuntimeError; the last recorded step is 2\n"
 
 
 def test_a_run_that_is_still_being_recorded_is_answered_and_said_to_be(
@@ -204,7 +204,7 @@ def test_a_run_that_is_still_being_recorded_is_answered_and_said_to_be(
         writer.finish(RunInfo("test", modules=MODULES, end="completed"))
     captured = capsys.readouterr()
     assert captured.out.startswith("First non-finite value: step 2, backward, act (ReLU), grad_input 0")
-    assert captured.err == ("note: the run is still being recorded; this is what there is up to step 2\n")
+    assert captured.err == ("gradtrace: note: the run is still being recorded; this is what there is up to step 2\n")
 
 
 def test_json_is_one_object_with_the_fixed_keys_in_their_order(

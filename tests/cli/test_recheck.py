@@ -35,7 +35,7 @@ def test_a_mended_script_gives_four_finite_lines_and_exit_code_0(capsule: Path) 
         "loss       finite",
         "gradients  finite",
     ]
-    assert (done.returncode, done.stderr) == (0, "note: captured: loss\n")
+    assert (done.returncode, done.stderr) == (0, "gradtrace: note: captured: loss\n")
 
 
 def test_a_script_that_still_fails_exits_with_1_and_names_what_is_not_finite(capsule: Path) -> None:
