@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
+from gradtrace.analysis.labels import module_label
 from gradtrace.errors import NoMatchError
 from gradtrace.setting_kinds import real
 
 from .format_option import format_option
+from .lines import line
 from .notes import say_notes
 from .output import write
 from .path import PATH
@@ -137,11 +139,14 @@ def _show(checkup: Checkup, most: int) -> None:
         columns = ["since", *ranks, "rule", "module", "tensor", "value", "threshold", "note"]
         write(sys.stdout, "table", columns, [_cells(symptom, columns) for symptom in shown], digits=4)
     for name, count in rest.items():
-        click.echo(f"and {count:,} more of {name} (--rows -1 shows all)")
+        line(f"and {count:,} more of {name} (--rows -1 shows all)")
     for ask in checkup.asks:
         if ask.found:
-            click.echo(f"\n{_meaning(ask.rule)}")
-    click.echo(f"\n{checkup.conclusion}" if checkup.found else checkup.conclusion)
+            line()
+            _explain(ask.rule)
+    if checkup.found:
+        line()
+    line(checkup.conclusion)
 
 
 def _shortened(symptoms: Sequence[Symptom], most: int) -> tuple[list[Symptom], dict[str, int]]:
@@ -157,14 +162,19 @@ def _shortened(symptoms: Sequence[Symptom], most: int) -> tuple[list[Symptom], d
 
 def _cells(symptom: Symptom, columns: Sequence[str]) -> list[Any]:
     tensor = f"{symptom.tensor} {symptom.path}" if symptom.path else symptom.tensor
-    cells = {"module": "(root)" if symptom.module == "" else symptom.module, "tensor": tensor}
+    cells = {"module": None if symptom.module is None else module_label(symptom.module), "tensor": tensor}
     return [cells.get(column, getattr(symptom, column)) for column in columns]
 
 
-def _meaning(rule: Rule) -> str:
-    text = f"{rule.name} ({rule.severity}): {rule.title}. {rule.meaning}"
-    mend = textwrap.fill(f"Usual mend: {rule.mend}", _WIDTH, initial_indent="  ", subsequent_indent="  ")
-    return f"{textwrap.fill(text, _WIDTH, subsequent_indent='  ')}\n{mend}"
+def _explain(rule: Rule) -> None:
+    """Print what a rule means, and the usual mend."""
+    _print_wrapped(f"{rule.name} ({rule.severity}): {rule.title}. {rule.meaning}", "", "  ")
+    _print_wrapped(f"Usual mend: {rule.mend}", "  ", "  ")
+
+
+def _print_wrapped(text: str, first: str, others: str) -> None:
+    for part in textwrap.wrap(text, _WIDTH, initial_indent=first, subsequent_indent=others):
+        line(part)
 
 
 def _lacking(checkup: Checkup) -> list[str]:
@@ -183,9 +193,10 @@ def _list(rules: Sequence[Rule], form: str) -> None:
         write(sys.stdout, form, _LISTED, rows)
         return
     for number, rule in enumerate(rules):
-        click.echo(("\n" if number else "") + f"{rule.name} ({rule.severity}): {rule.title}")
+        if number:
+            line()
+        line(f"{rule.name} ({rule.severity}): {rule.title}")
         for one in rule.thresholds:
             value = f"{one.name} = {one.value:.6g} {one.unit}".rstrip()
             for text, indent in ((f"{value}: {one.meaning}", 2), (f"source: {one.source}", 6)):
-                blanks = (indent + 2) * " "
-                click.echo(textwrap.fill(text, _WIDTH, initial_indent=indent * " ", subsequent_indent=blanks))
+                _print_wrapped(text, indent * " ", (indent + 2) * " ")

@@ -86,7 +86,7 @@ def diff(
             progress=show,
         )
     if as_json:
-        click.echo(output.json_text(difference.to_dict()))
+        output.write_json(difference.to_dict())
     else:
         _show(difference)
     return 1 if exit_code and difference.found else 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from typing import TYPE_CHECKING
 
 import click
 
+from gradtrace.printable import shell_word
+
+from .lines import say
 from .notes import say_notes
 from .path import PATH
 from .progress import progress
@@ -70,8 +72,5 @@ def export(
 
 def _say(exported: Exported, directory: str) -> None:
     where = exported.files[0] if len(exported.files) == 1 else f"{len(exported.files)} files below {directory}"
-    click.echo(
-        f"gradtrace: wrote {where}: {exported.steps:,} steps, {exported.curves:,} curves, {exported.scalars:,} points",
-        err=True,
-    )
-    click.echo(f"gradtrace: to see them: tensorboard --logdir {shlex.quote(directory)}", err=True)
+    say(f"gradtrace: wrote {where}: {exported.steps:,} steps, {exported.curves:,} curves, {exported.scalars:,} points")
+    say(f"gradtrace: to see them: tensorboard --logdir {shell_word(directory)}")

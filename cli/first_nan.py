@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import TYPE_CHECKING
 
 import click
 
+from . import output
 from .notes import say_notes
 from .path import PATH
 from .selection import rank_option, steps_option
@@ -25,7 +25,9 @@ Examples:
   $ gradtrace first-nan --json --exit-code run.parquet""",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the verdict as one JSON object.")
-@click.option("--exit-code", is_flag=True, help="Exit with 1 when something was found.")
+@click.option(
+    "--exit-code", is_flag=True, help="Exit with 1 when something was found, with 3 when a damaged part may hold it."
+)
 @click.option(
     "--incident",
     type=click.IntRange(min=1),
@@ -63,16 +65,16 @@ def first_nan(
     with open_run(run) as opened:
         verdict = opened.first_nan(incident=incident, steps=steps, rank=rank, context=context, skipped=skipped)
     if as_json:
-        click.echo(json.dumps(verdict.to_dict(), allow_nan=False))
+        output.write_json(verdict.to_dict())
     else:
         _show(verdict)
-    return 1 if exit_code and verdict.found else 0
+    if not exit_code:
+        return 0
+    return 1 if verdict.found else 3 if verdict.run.damaged else 0
 
 
 def _show(verdict: Verdict) -> None:
     from gradtrace.analysis.verdict_text import notes, report
-
-    from . import output
 
     say_notes(notes(verdict))
     output.write_blocks(sys.stdout, report(verdict))

@@ -24,6 +24,7 @@ from gradtrace.errors import (
     RunNotFoundError,
 )
 
+from .lines import say
 from .record_plan import RecordPlan
 
 _SECTIONS = {
@@ -40,6 +41,7 @@ _SECTIONS = {
 _COMMANDS = {name: place for section in _SECTIONS.values() for name, place in section.items()}
 
 _COMPLETE = "_GRADTRACE_COMPLETE"  # click's name for it
+_DUCKDB_INTERRUPTED = "Query interrupted"  # what DuckDB makes of Ctrl-C
 
 EXIT_USAGE = 2
 EXIT_BAD_DATA = 3
@@ -116,12 +118,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         BaseException: under ``record``, what the script did not catch, for the interpreter to show.
     """
+    if arguments is None and sys.argv[1:2] == ["sql"] and not os.environ.get(_COMPLETE):
+        from .apart import run_apart
+
+        return run_apart(lambda: main(sys.argv[1:]))
     try:
         if instruction := os.environ.get(_COMPLETE):
             return _complete(instruction)
         outcome = _ask_click(list(sys.argv[1:] if arguments is None else arguments))
         sys.stdout.flush()
     except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except RuntimeError as error:
+        if str(error) != _DUCKDB_INTERRUPTED:
+            raise
         return EXIT_INTERRUPTED
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains as it exits
@@ -163,7 +173,11 @@ def _report(error: Exception) -> int:
         error.show()
         return EXIT_USAGE
     code = EXIT_BAD_DATA if isinstance(error, (*_BAD_DATA, OSError)) else EXIT_USAGE
-    click.echo(f"gradtrace: error: {_in_words(error)}", err=True)
+    # Only what DuckDB says of a query has lines of its own.
+    first, *more = (_in_words(error).splitlines() if isinstance(error, QueryError) else [_in_words(error)]) or [""]
+    say(f"gradtrace: error: {first}")
+    for text in more:
+        say(text)
     return code
 
 

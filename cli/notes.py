@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import click
+from .lines import say
 
 
 def say_notes(notes: Iterable[str]) -> None:
     """Print a line for each."""
     for note in notes:
-        click.echo(f"gradtrace: note: {note}", err=True)
+        say(f"gradtrace: note: {note}")

@@ -1,7 +1,11 @@
-"""How data looks on stdout: tables through rich, csv, json, jsonl, markdown, and sparklines.
+"""How data looks on stdout: tables, csv, json, jsonl, markdown, and sparklines.
 
 Values that are not finite are ``nan``, ``inf`` and ``-inf`` in text and the strings "NaN", "Infinity" and
 "-Infinity" in JSON, never bare tokens. NULL is ``-`` in tables, empty in csv, ``null`` in JSON.
+
+Names are other people's. Tables and markdown show what is not printable as escapes. JSON has it as JSON's own escapes,
+so that it reads back as it was; csv has it as it is, but on a terminal as escapes, too. csv is not written for
+spreadsheets, which take a name that begins with ``=`` for a formula.
 """
 
 from __future__ import annotations
@@ -12,13 +16,19 @@ import decimal
 import io
 import json
 import math
-import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TextIO
 
 from gradtrace.analysis.sparkline import BLOCKS
 from gradtrace.analysis.sparkline import sparkline as blocks_of
 from gradtrace.analysis.tabular import is_number
+from gradtrace.printable import json_line, printable, shortened
+
+from . import tables
+from .lines import line, put
 
 if TYPE_CHECKING:
     from gradtrace.analysis.verdict_text import Table
@@ -26,7 +36,7 @@ if TYPE_CHECKING:
 FORMATS = ("table", "csv", "json", "jsonl", "markdown")
 
 _ASCII_BLOCKS = ".:-=+*#@"
-_UNLIMITED = 1_000_000
+_ACTS_IN_MARKDOWN = re.compile(r"[\\`*|]|(?<=\])\(|(?<![^\W_])_|_(?![^\W_])")
 
 Row = Sequence[Any]
 
@@ -37,49 +47,30 @@ def write(out: TextIO, form: str, columns: Sequence[str], rows: Iterable[Row], *
     ``digits`` limits the significant digits of tables and markdown, which are for people.
     """
     if form == "table":
-        out.write(table(columns, rows, width=terminal_width(out), digits=digits))
+        data = [tuple(row) for row in rows]
+        found = tables.lines(columns, data, lambda value: _cell(value, digits), tables.terminal_width(out))
     elif form == "markdown":
-        out.writelines(_markdown(columns, rows, digits))
+        found = _markdown(columns, rows, digits, show=shortened if out.isatty() else str)
     elif form == "csv":
-        writer = csv.writer(out, lineterminator="\n")
-        writer.writerow(columns)
-        writer.writerows([["" if value is None else text(value) for value in row] for row in rows])
+        found = _csv(columns, rows, show=printable if out.isatty() else str)
     else:
-        out.writelines(_json(columns, rows, lines=form == "jsonl"))
+        found = _json(columns, rows, lines=form == "jsonl")
+    for one in found:
+        put(out, one, is_json=form in ("json", "jsonl"))
 
 
 def write_blocks(out: TextIO, blocks: Iterable[str | Table]) -> None:
     """Write the lines and tables of an answer in words."""
     for block in blocks:
         if isinstance(block, str):
-            out.write(f"{block}\n")
+            line(block, out)
         else:
             write(out, "table", block.columns, block.rows)
 
 
-def table(columns: Sequence[str], rows: Iterable[Row], *, width: int | None = None, digits: int | None = None) -> str:
-    """Return an aligned table, numbers to the right. Only where it exceeds a ``width`` are cells wrapped."""
-    from rich.box import Box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    data = [list(row) for row in rows]
-    underlined = Box("    \n    \n -- \n    \n    \n    \n    \n    \n", ascii=True)
-    grid = Table(box=underlined, show_edge=False, pad_edge=False, header_style="bold")
-    for index, name in enumerate(columns):
-        numeric = any(is_number(row[index]) for row in data)
-        grid.add_column(Text(name), justify="right" if numeric else "left", overflow="fold")
-    for row in data:
-        grid.add_row(*(Text(_cell(value, digits)) for value in row))
-    out = io.StringIO()
-    Console(file=out, width=width or _UNLIMITED, color_system=None, highlight=False).print(grid)
-    return "".join(line.rstrip() + "\n" for line in out.getvalue().splitlines())
-
-
-def terminal_width(out: TextIO) -> int | None:
-    """Return the width of the terminal that ``out`` is, None where it is none."""
-    return shutil.get_terminal_size().columns if out.isatty() else None
+def write_json(value: Any) -> None:
+    """Write one JSON value on a line of its own to stdout."""
+    put(sys.stdout, f"{json_text(value)}\n", is_json=True)
 
 
 def text(value: Any) -> str:
@@ -93,7 +84,7 @@ def text(value: Any) -> str:
 
 def json_text(value: Any) -> str:
     """Return a value as JSON on one line, in which every number is one that JSON knows."""
-    return json.dumps(json_value(value), allow_nan=False, ensure_ascii=False)
+    return json_line(json.dumps(json_value(value), allow_nan=False, ensure_ascii=False))
 
 
 def json_value(value: Any) -> Any:
@@ -130,13 +121,36 @@ def _cell(value: Any, digits: int | None) -> str:
     return f"{value:.{digits}g}" if digits and isinstance(value, float) else text(value)
 
 
-def _markdown(columns: Sequence[str], rows: Iterable[Row], digits: int | None) -> Iterator[str]:
+def _csv(columns: Sequence[str], rows: Iterable[Row], *, show: Callable[[str], str]) -> Iterator[str]:
+    for row in chain([columns], rows):
+        yield _csv_line([show("" if value is None else text(value)) for value in row])
+
+
+def _csv_line(cells: Sequence[str]) -> str:
+    out = io.StringIO()
+    # Of line breaks some releases of Python quote only their own.
+    if any("\r" in cell for cell in cells):
+        csv.writer(out, lineterminator="\n", quoting=csv.QUOTE_ALL).writerow(cells)
+    else:
+        csv.writer(out, lineterminator="\n").writerow(cells)
+    return out.getvalue()
+
+
+def _markdown(
+    columns: Sequence[str], rows: Iterable[Row], digits: int | None, *, show: Callable[[str], str]
+) -> Iterator[str]:
     data = [list(row) for row in rows]
     right = [any(is_number(row[index]) for row in data) for index in range(len(columns))]
-    yield _markdown_line(columns)
+    yield _markdown_line([_markdown_text(name) for name in columns])
     yield _markdown_line(["---:" if numeric else "---" for numeric in right])
     for row in data:
-        yield _markdown_line([_cell(value, digits).replace("|", "\\|").replace("\n", " ") for value in row])
+        yield _markdown_line([_markdown_text(show(_cell(value, digits))) for value in row])
+
+
+def _markdown_text(words: str) -> str:
+    """Return text with what markdown, or HTML in it, would act on escaped."""
+    escaped = _ACTS_IN_MARKDOWN.sub(r"\\\g<0>", printable(words))
+    return escaped.replace("&", "&amp;").replace("<", "&lt;")
 
 
 def _markdown_line(cells: Sequence[str]) -> str:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from typing import TYPE_CHECKING
 
 import click
 
 from gradtrace.errors import CaptureError
 
+from .lines import line
 from .notes import say_notes
+from .output import write_json
 from .path import PATH
 from .script_command import ScriptCommand
 
@@ -43,7 +44,7 @@ def recheck(capsule: str, script: str, args: tuple[str, ...], as_json: bool, is_
         raise CaptureError("recheck needs PyTorch: pip install torch")
     result = check(capsule, script, args, is_module=is_module)
     if as_json:
-        click.echo(json.dumps(result.to_dict(), allow_nan=False))
+        write_json(result.to_dict())
     else:
         _show(result)
     return 0 if result.ok else 1
@@ -53,7 +54,7 @@ def _show(result: RecheckResult) -> None:
     say_notes([f"captured: {result.failed}", *result.notes])
     width = max(map(len, result.parts))
     for name, part in result.parts.items():
-        click.echo(f"{name.ljust(width)}  {_in_words(part)}")
+        line(f"{name.ljust(width)}  {_in_words(part)}")
 
 
 def _in_words(part: Part) -> str:

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import difflib
 import os
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from gradtrace.printable import shell_word
+from gradtrace.trace.runinfo import STOPPED
 
 if TYPE_CHECKING:
     from gradtrace.capture.tracer import Tracer
     from gradtrace.trace.runinfo import RunInfo
 
     from .record_plan import RecordPlan
-
-_TRACER_FAILED = "tracer failed: "
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ def moved_aside(tracer: Tracer, plan: RecordPlan) -> Iterator[Line]:
 
 def first_nan(plan: RecordPlan) -> str:
     """Return the command that asks the run for its first non-finite value."""
-    return f"gradtrace first-nan {shlex.quote(plan.path)}"
+    return f"gradtrace first-nan {shell_word(plan.path)}"
 
 
 def last_words(tracer: Tracer, plan: RecordPlan) -> Iterator[Line]:
@@ -49,20 +49,21 @@ def last_words(tracer: Tracer, plan: RecordPlan) -> Iterator[Line]:
         return
     for text in _notes(info, plan):
         yield Line(f"note: {text}")
+    if not tracer.is_in_place:  # nothing is left of it, as has been said
+        return
     rank = f" (rank {info.rank} of {info.world_size})" if info.world_size > 1 else ""
-    yield Line(f"wrote {plan.path}{rank}: {_facts(info, plan)}, {_size(tracer.bytes_written)}")
+    made = f"wrote {plan.path}{rank}" if tracer.in_one_file else f"kept {plan.path}{rank} in its parts"
+    yield Line(f"{made}: {_facts(info, plan)}, {_size(tracer.bytes_written)}")
     if info.records:
         yield Line(_next(info, plan))
 
 
 def _warnings(info: RunInfo, plan: RecordPlan) -> Iterator[str]:
-    if info.end.startswith(_TRACER_FAILED):
-        step = "" if info.last_step is None else f" at step {info.last_step}"
-        reason = info.end.removeprefix(_TRACER_FAILED)
-        yield f"recording stopped{step}: {reason}; the script went on"
     unmatched = list(_unmatched(info, plan))
     yield from unmatched
     if unmatched:
+        return
+    if info.end.startswith(STOPPED):  # it stopped too early to know
         return
     if not (info.records or info.unmeasured or any(module.calls for module in info.modules)):
         yield (f"no module was called, so nothing was recorded. Does {plan.script} run the model in a subprocess?")
@@ -108,7 +109,7 @@ def _facts(info: RunInfo, plan: RecordPlan) -> str:
 
 def _next(info: RunInfo, plan: RecordPlan) -> str:
     if not info.incidents:
-        return f"no incident; see: gradtrace summary {shlex.quote(plan.path)}"
+        return f"no incident; see: gradtrace summary {shell_word(plan.path)}"
     return f"{_count(info.incidents, 'incident', 'incidents')}; see: {first_nan(plan)}"
 
 

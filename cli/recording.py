@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterable
@@ -12,8 +14,11 @@ from typing import TYPE_CHECKING, Any, TextIO
 from gradtrace.capture.block import tracer_arguments
 from gradtrace.capture.on_import import ImportWatch
 from gradtrace.capture.script import Script, check_script, run_script
+from gradtrace.capture.voice import tell_warnings_to
 from gradtrace.errors import CaptureError, GradtraceError, GradtraceWarning, RunExistsError, RunNotFoundError
+from gradtrace.printable import printable
 
+from .lines import line
 from .record_plan import RecordPlan
 from .record_summary import Line, first_nan, last_words, moved_aside
 
@@ -98,15 +103,19 @@ class Recording:
         from gradtrace.capture.tracer import Tracer
 
         arguments = tracer_arguments(self._settings)
-        return Tracer(path=self._path, existing=self._plan.existing, command=self._plan.command, **arguments)
+        tracer = Tracer(path=self._path, existing=self._plan.existing, command=self._plan.command, **arguments)
+        prefix = f"rank {tracer.info.rank}: " if tracer.info.rank else ""
+        tell_warnings_to(lambda text: warn(prefix + text))
+        return tracer
 
     def end(self, how: str) -> None:
-        """Finish the recording and say what came of it; a second Ctrl-C leaves it as it is on disk."""
-        self.watch.stop()
+        """Finish the recording and say what came of it; a second Ctrl-C leaves it in its parts, a third one kills."""
         try:
+            self.watch.stop()
             self._end(how)
         except KeyboardInterrupt:
-            warn(f"interrupted while finishing; what was recorded is kept: {first_nan(self._plan)}")
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            self._leave(how)
         except Exception as error:
             warn(f"the recording could not be finished: {_reason(error)}")
 
@@ -118,6 +127,12 @@ class Recording:
             question = ". Does it run the model in a subprocess?" if how == "completed" else ""
             warn(f"{self._plan.script} did not import torch, so nothing was recorded{question}")
 
+    def _leave(self, how: str) -> None:
+        with contextlib.suppress(Exception):
+            if self._tracer is not None:
+                self._tracer.stop_quickly(how)
+        warn(f"interrupted while finishing; what was recorded is kept: {first_nan(self._plan)}")
+
     def end_quickly(self, how: str) -> None:
         """Close what has been recorded so far; called from a signal's handler."""
         if self._tracer is None:
@@ -125,14 +140,15 @@ class Recording:
         self._tracer.stop_quickly(how)
         if not self._plan.quiet and self._tracer.info.rank == 0:
             # Not through sys.stderr: the signal may have come while the script was writing to it.
-            os.write(2, f"gradtrace: {how}; what was recorded is kept: {first_nan(self._plan)}\n".encode())
+            text = printable(f"gradtrace: {how}; what was recorded is kept: {first_nan(self._plan)}")
+            os.write(2, f"{text}\n".encode())
 
     def _tell(self, lines: Iterable[Line]) -> None:
-        for line in lines:
-            if line.warning:
-                warn(line.text)
+        for each in lines:
+            if each.warning:
+                warn(each.text)
             elif not self._plan.quiet:
-                say(line.text)
+                say(each.text)
 
 
 def _reason(error: Exception) -> str:
@@ -169,6 +185,7 @@ def say(text: str) -> None:
     """Print a line of gradtrace's own on the stderr that the process was started with, if that is there."""
     stream: Any = sys.__stderr__
     try:
-        print(f"gradtrace: {text}", file=stream, flush=True)
+        line(f"gradtrace: {text}", stream)
+        stream.flush()
     except (AttributeError, OSError, ValueError):  # none, broken, closed by the script
         return

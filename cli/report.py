@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from .lines import put, say
 from .notes import say_notes
 from .path import PATH
 from .progress import progress
@@ -54,7 +55,7 @@ def report(
     """
     from gradtrace.analysis.report import report_html
     from gradtrace.analysis.report.page import plotly_script
-    from gradtrace.analysis.report.writing import put
+    from gradtrace.analysis.report.writing import put as put_file
     from gradtrace.analysis.run import open_run
 
     plotly_script()  # to read a large run takes longer than to find out that it was for nothing
@@ -62,10 +63,10 @@ def report(
     with open_run(run) as opened, progress("report") as tell:
         page, found = report_html(opened, title=title, steps=steps, rank=rank, progress=tell)
     if path is None:
-        click.echo(page, nl=False)
+        put(sys.stdout, page)
     else:
-        put(page, path)
-        click.echo(f"Wrote {path} ({_size(path.stat().st_size)})", err=True)
+        put_file(page, path)
+        say(f"Wrote {path} ({_size(path.stat().st_size)})")
     _say_notes(found)
     if path is not None and open_it:
         webbrowser.open(path.resolve().as_uri())

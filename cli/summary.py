@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .format_option import format_option
+from .lines import line
 from .notes import say_notes
 from .output import sparkline, write
 from .path import PATH
@@ -18,7 +19,9 @@ if TYPE_CHECKING:
     from gradtrace.analysis.recording import Recording
     from gradtrace.analysis.summary_model import By
 
+_ROWS = 1_000
 _WORDS = ("module", "type", "level")
+_FOLD = ", --depth N to fold the deeper ones"
 _HEADINGS = {
     "grad_norms": "grad norm",
     "grad_norm": "last",
@@ -46,8 +49,16 @@ _HEADINGS = {
     help="Fold modules deeper than N into those above them.",
 )
 @click.option("--sort", metavar="COLUMN", help="Sort by COLUMN, largest first. Default: the order of the model.")
+@click.option(
+    "--rows",
+    type=click.IntRange(min=-1),
+    default=_ROWS,
+    show_default=True,
+    metavar="N",
+    help="Most rows of a table; -1 for all. Other formats have all rows.",
+)
 @format_option
-def summary(run: str, by: By, depth: int | None, sort: str | None, form: str) -> None:
+def summary(run: str, by: By, depth: int | None, sort: str | None, rows: int, form: str) -> None:
     """Show norms over time, extremes and counts of NaN and Inf, one line a module.
 
     RUN is a recording: a file, the directory of several ranks, or a glob. The sparklines show the largest
@@ -69,14 +80,21 @@ def summary(run: str, by: By, depth: int | None, sort: str | None, form: str) ->
 
     with open_run(run) as opened:
         found = opened.summary(by, depth)
-        columns, rows = found.columns, found.rows
+        columns, lines = found.columns, found.rows
         if sort is not None:
             place = columns.index(sort)
-            rows.sort(key=lambda row: _rank(row[place]), reverse=True)
+            lines.sort(key=lambda row: _rank(row[place]), reverse=True)
+        notes = list(opened.missing)
+        if form == "table" and 0 <= rows < len(lines):
+            notes.append(
+                f"the first {rows:,} of {len(lines):,} rows; pass --rows -1 for all{_FOLD if by == 'module' else ''}"
+            )
+            del lines[rows:]
         if form == "table":
-            click.echo(_heading(opened))
-        _write(form, columns, rows)
-        say_notes(opened.missing)
+            for text in _heading(opened):
+                line(text)
+        _write(form, columns, lines)
+        say_notes(notes)
 
 
 def _rank(value: float | None) -> tuple[bool, bool, float]:
@@ -84,14 +102,14 @@ def _rank(value: float | None) -> tuple[bool, bool, float]:
     return value is not None, value != value, value or 0.0
 
 
-def _heading(run: Recording) -> str:
+def _heading(run: Recording) -> list[str]:
     from gradtrace.analysis.summary import facts
 
     command, captured = " ".join(run.info.command), run.captured
     lines = [f"{run.path}  {command}".rstrip(), facts(run, captured)]
     if captured < run.steps:  # else the table has it all
         lines += _courses(run)
-    return "\n".join(lines) + "\n"
+    return [*lines, ""]
 
 
 def _courses(run: Recording) -> list[str]:

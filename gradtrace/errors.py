@@ -1,13 +1,19 @@
 """Every error and warning that gradtrace raises on purpose: one base class, one sentence each.
 
-A message is one line that says what is wrong and what to do; the command line prints it as it stands.
+A message is one line that says what is wrong and what to do; the command line prints it as it stands. What names and
+paths in it hold of control characters is shown as escapes: an error ends on a terminal, or in a log.
 """
 
 from __future__ import annotations
 
+from gradtrace.printable import printable, printable_lines
+
 
 class GradtraceError(Exception):
     """Base of all errors that gradtrace raises on purpose."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class RunNotFoundError(GradtraceError):
@@ -27,7 +33,14 @@ class RunExistsError(GradtraceError):
 
 
 class QueryError(GradtraceError):
-    """A query was refused, by gradtrace or by DuckDB."""
+    """A query was refused, by gradtrace or by DuckDB, whose words may take several lines."""
+
+    def __str__(self) -> str:
+        return printable_lines(Exception.__str__(self))
+
+
+class QueryLimitError(QueryError):
+    """A query took more time or memory than it was allowed."""
 
 
 class NoMatchError(GradtraceError):
@@ -36,6 +49,14 @@ class NoMatchError(GradtraceError):
 
 class CaptureError(GradtraceError):
     """The recording cannot be started as asked."""
+
+
+class CannotWriteError(GradtraceError):
+    """The place of the recording takes no more. ``reason`` says why, the message also when, and what is kept."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class CapsuleError(GradtraceError):
@@ -48,6 +69,9 @@ class MissingPackageError(GradtraceError):
 
 class GradtraceWarning(UserWarning):
     """Category of every warning that gradtrace issues."""
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class NonFiniteError(GradtraceError):

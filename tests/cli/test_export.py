@@ -67,7 +67,9 @@ def test_a_recording_that_is_not_whole_is_exported_with_a_note(tmp_path, monkeyp
     write_run("run.parquet", [loss(0)], end="tracer failed: it is so")
 
     assert main(["export", "run.parquet", "--tensorboard", "events"]) == 0
-    assert "gradtrace: note: recording stopped after step 0, the training went on\n" in capsys.readouterr().err
+    assert (
+        "gradtrace: note: recording stopped after step 0: it is so; the training went on\n" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize(

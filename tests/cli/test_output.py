@@ -7,7 +7,7 @@ import json
 import math
 
 import pytest
-from gradtrace_cli.output import FORMATS, json_text, sparkline, table, write
+from gradtrace_cli.output import FORMATS, json_text, sparkline, write
 
 COLUMNS = ["name", "value"]
 ROWS = [("a", 1.5), ("b", math.nan), ("c", math.inf), ("d", -math.inf), ("e", None)]
@@ -88,7 +88,7 @@ def test_no_name_is_cut_or_wrapped_where_there_is_no_terminal():
 
 
 def test_markup_and_separators_in_a_name_stay_as_they_are():
-    assert "[bold]x[/bold]" in table(["a"], [("[bold]x[/bold]",)])
+    assert "[bold]x[/bold]" in written("table", ["a"], [("[bold]x[/bold]",)])
     assert written("markdown", ["a"], [("x|y",)]).endswith("| x\\|y |\n")
     assert written("csv", ["a", "b"], [('x,"y', 1)]) == 'a,b\n"x,""y",1\n'
 

@@ -329,12 +329,13 @@ MODULES = [
 ]
 
 
-def words(*, size=61_300_000, path="run.parquet", only_steps=None, **changes):
+def words(*, size=61_300_000, path="run.parquet", only_steps=None, in_one_file=True, is_in_place=True, **changes):
     """The last words of a run; keyword arguments change its RunInfo, or the settings of ``record``."""
     facts = {"steps": 12_000, "captured": 12_000, "records": 4_656_000, "modules": MODULES, "end": "completed"}
     options = {key: value for key, value in changes.items() if key in SETTINGS and key != "steps"}
     facts |= {key: value for key, value in changes.items() if key not in options}
-    tracer = SimpleNamespace(info=RunInfo("x", **facts), bytes_written=size)
+    state = {"in_one_file": in_one_file, "is_in_place": is_in_place}
+    tracer = SimpleNamespace(info=RunInfo("x", **facts), bytes_written=size, **state)
     plan = RecordPlan(
         script="train.py",
         args=(),
@@ -390,10 +391,19 @@ def test_a_module_without_code_of_its_own_is_not_missed():
     assert "2 of 3 modules" in facts
 
 
-def test_a_recording_that_stopped_early_says_where_and_why():
-    first, *_ = words(end="tracer failed: no space left on device", last_step=812)
+def test_that_a_recording_stopped_early_has_been_said_when_it_did():
+    assert words(end="tracer failed: the disk is full", last_step=812) == words()
 
-    assert first == Line("recording stopped at step 812: no space left on device; the script went on", warning=True)
+
+def test_what_could_not_be_put_into_one_file_was_not_written_there():
+    assert words(in_one_file=False) == [
+        Line("kept run.parquet in its parts: 12,000 steps, 2 of 3 modules, 4,656,000 records, 61.3 MB"),
+        Line("no incident; see: gradtrace summary run.parquet"),
+    ]
+
+
+def test_of_a_recording_that_is_gone_nothing_is_told():
+    assert words(in_one_file=False, is_in_place=False, incidents=1) == []
 
 
 def test_a_run_without_a_module_call_says_so_and_asks_for_subprocesses():
@@ -449,8 +459,11 @@ def test_what_could_not_be_measured_is_counted():
 def test_the_files_of_several_ranks_are_told_by_the_first_and_their_warnings_by_all():
     assert words(world_size=2)[0].text.startswith("wrote run.parquet (rank 0 of 2): ")
     assert words(world_size=2, rank=1, incidents=1) == []
-    assert words(world_size=2, rank=1, end="tracer failed: disk full") == [
-        Line("rank 1: recording stopped: disk full; the script went on", warning=True)
+    assert words(world_size=2, rank=1, modules=[], records=0) == [
+        Line(
+            "rank 1: no module was called, so nothing was recorded. Does train.py run the model in a subprocess?",
+            warning=True,
+        )
     ]
 
 
