@@ -45,10 +45,18 @@ def array_of(name: str, values: list[Any]) -> pa.Array[Any]:
     """Return the column ``name`` as an Arrow array; ``None`` is NULL."""
     kind = _KINDS[name]
     if kind is _TYPES["string"]:
-        words: pa.Array[Any] = pa.array(values, pa.string())
-        return words.dictionary_encode()
+        return _words(values).dictionary_encode()
     array: pa.Array[Any] = pa.array(values, kind)
     return array
+
+
+def _words(values: list[str | None]) -> pa.Array[Any]:
+    try:
+        return pa.array(values, pa.string())
+    except UnicodeEncodeError:
+        # Half of a character, as Python has it for a byte of a file's name that is no UTF-8, is written as its escape.
+        whole = [value and value.encode(errors="backslashreplace").decode() for value in values]
+        return pa.array(whole, pa.string())
 
 
 def repeated(name: str, value: Any, count: int) -> pa.Array[Any]:

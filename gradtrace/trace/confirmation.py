@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
+
+from gradtrace.trace.checking import json_object, misfit
 
 Status = Literal["reproduced", "not_reproduced", "not_replayed"]
 
@@ -29,6 +31,9 @@ class Boundary(NamedTuple):
     module: str
     call: int
     path: str
+
+
+_Tuple = TypeVar("_Tuple", SourceLine, Boundary)
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,9 @@ class OpDetail:
         """Read what ``to_json`` wrote; anything else gives an empty detail."""
         values = _object(text)
         return cls(
-            tuple(SourceLine(*frame) for frame in values.get("traceback", ())),
-            tuple(Boundary(*place) for place in values.get("flows_to", ())),
-            bool(values.get("fill", False)),
+            _tuples(SourceLine, values.get("traceback")),
+            _tuples(Boundary, values.get("flows_to")),
+            values.get("fill") is True,
         )
 
 
@@ -85,14 +90,26 @@ class Confirmation:
     def from_json(cls, text: str | None) -> Confirmation:
         """Read what ``to_json`` wrote; anything else gives a replay that did not happen."""
         values = _object(text)
-        known = {key: values[key] for key in cls.__dataclass_fields__ if key in values}
-        place = tuple(SourceLine(*frame) for frame in known.get("place", ()))
-        return cls(**{"status": "not_replayed", **known, "place": place})
+        known = {key: values[key] for key in cls.__dataclass_fields__ if key in values and key != "place"}
+        if "status" not in known or misfit(cls, known) is not None:
+            known = {"status": "not_replayed"}
+        return cls(**known, place=_tuples(SourceLine, values.get("place")))
+
+
+def _tuples(kind: type[_Tuple], rows: Any) -> tuple[_Tuple, ...]:
+    """Return named tuples of what JSON has made lists of, none where one of these does not fit."""
+    if not isinstance(rows, list):
+        return ()
+    names = kind._fields
+    made = [dict(zip(names, row, strict=False)) for row in rows if isinstance(row, list) and len(row) <= len(names)]
+    required = set(names) - kind._field_defaults.keys()
+    if len(made) < len(rows) or any(misfit(kind, one) is not None or not required <= one.keys() for one in made):
+        return ()
+    return tuple(kind(**one) for one in made)
 
 
 def _object(text: str | None) -> dict[str, Any]:
     try:
-        values = json.loads(text or "")
+        return json_object(text or "")
     except ValueError:
         return {}
-    return values if isinstance(values, dict) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,15 +12,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gradtrace.trace.arrow import ARROW_SCHEMA
-from gradtrace.trace.journal import read_journal
-from gradtrace.trace.parts import journal_file, part_of, pieces
+from gradtrace.trace.journal import checksums_of, read_contents
+from gradtrace.trace.parts import MERGED_FILE, journal_file, part_of, pieces
 from gradtrace.trace.runinfo import METADATA_KEY, RunInfo
 from gradtrace.trace.schema import COLUMNS
+from gradtrace.trace.seal import find_damage, seal
 
 ROWS_PER_GROUP = 131_072
 """Rows of a Parquet row group: small enough to skip, large enough to compress."""
-
-MERGED_FILE = "merged.parquet.tmp"
 
 _FLOATS = [column.name for column in COLUMNS if column.type == "double"]
 # Everything but the measured values and the row numbers repeats itself and is best kept as a dictionary.
@@ -33,11 +33,18 @@ _PARQUET: dict[str, Any] = {
 
 
 def encode(directory: Path, index: int) -> pa.Table:
-    """Turn journal ``index`` into a Parquet part and return its rows."""
+    """Turn journal ``index`` into a Parquet part and return its rows.
+
+    Raises:
+        OSError: the part cannot be written, or the journal is not what was written to it; it stays as it is.
+    """
     journal = journal_file(directory, index)
-    table = read_journal(journal)
+    table, end = read_contents(journal)
+    if end != "whole":
+        raise _damaged(journal, end)
     write_part(part_of(journal), table)
-    journal.unlink()
+    for file in (journal, checksums_of(journal)):
+        file.unlink(missing_ok=True)
     return table
 
 
@@ -46,6 +53,7 @@ def write_part(path: Path, table: pa.Table) -> None:
     temporary = path.with_suffix(".tmp")
     try:
         pq.write_table(table.unify_dictionaries(), temporary, row_group_size=ROWS_PER_GROUP, **_PARQUET)
+        seal(temporary)
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -64,15 +72,19 @@ def merge(directory: Path, target: Path, info: RunInfo) -> None:
     bounded by one piece.
 
     Raises:
-        ValueError: the rows are not in the order of ``seq``.
-        OSError: the file cannot be written; nothing is left of it.
+        OSError: the file cannot be written, or a piece is damaged or missing; nothing is left of it.
     """
     merged = directory / MERGED_FILE
     schema = ARROW_SCHEMA.with_metadata({METADATA_KEY: info.to_json()})
     try:
         with pq.ParquetWriter(merged, schema, **_PARQUET) as writer:
+            rows = 0
             for table in _regrouped(_tables(pieces(directory))):
                 writer.write_table(table.unify_dictionaries(), ROWS_PER_GROUP)
+                rows += table.num_rows
+        if rows < info.records:
+            raise _damaged(directory, f"{info.records - rows:,} of {info.records:,} records are missing")
+        seal(merged)
         _reach_the_disk(merged)  # before the pieces are removed
         merged.replace(target)
     except BaseException:
@@ -82,13 +94,20 @@ def merge(directory: Path, target: Path, info: RunInfo) -> None:
 
 def _tables(files: Iterable[Path]) -> Iterator[pa.Table]:
     for file in files:
-        if file.suffix == ".arrow":
-            yield read_journal(file)
-        else:
+        if file.suffix != ".arrow":
             yield from _groups(file)
+            continue
+        rows, end = read_contents(file)
+        if end == "damaged":  # it is cut off where a step could not be written, which has been said then
+            raise _damaged(file, end)
+        yield rows
 
 
 def _groups(file: Path) -> Iterator[pa.Table]:
+    with file.open("rb") as opened:
+        damage = find_damage(opened.fileno())
+    if damage:
+        raise _damaged(file, damage)
     with pq.ParquetFile(file) as part:
         for group in range(part.num_row_groups):
             yield part.read_row_group(group).cast(ARROW_SCHEMA)
@@ -108,6 +127,11 @@ def _regrouped(tables: Iterable[pa.Table]) -> Iterator[pa.Table]:
         waiting = [joined.slice(whole)]
     if any(table.num_rows for table in waiting):
         yield pa.concat_tables(waiting)
+
+
+def _damaged(path: Path, how: str) -> OSError:
+    """Return the error of a piece that must not be replaced by what can still be read of it."""
+    return OSError(errno.EIO, f"damaged: {how}", os.fspath(path))
 
 
 def _reach_the_disk(path: Path) -> None:

@@ -1,10 +1,16 @@
-"""Which process records a run, and whether it still lives: the difference between recording and killed."""
+"""Which process records a run, and whether it still does: the difference between recording and killed."""
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from gradtrace.trace.lock import is_held
+
+_LARGEST = 2**31
 
 
 def this_process() -> dict[str, Any]:
@@ -18,7 +24,7 @@ def is_alive(process: dict[str, Any]) -> bool | None:
     if process.get("host") != socket.gethostname():
         return None
     pid = process.get("pid")
-    if not isinstance(pid, int):
+    if not isinstance(pid, int) or not 0 < pid < _LARGEST:
         return False
     try:
         os.kill(pid, 0)
@@ -27,6 +33,23 @@ def is_alive(process: dict[str, Any]) -> bool | None:
     except PermissionError:
         pass  # somebody else's, but there
     return process.get("started") == _start_time(pid)
+
+
+def is_writing(parts: Path, facts: Mapping[str, Any]) -> bool | None:
+    """Whether the process named in ``facts`` (run.json) still writes in ``parts``; None when that cannot be known.
+
+    A process that has become another program (exec) has the same number and start: only its lock is gone.
+    """
+    process = facts.get("process")
+    if not isinstance(process, dict):
+        return False
+    alive = is_alive(process)
+    if alive is False:
+        return False
+    held = is_held(parts) if process.get("locked") else None
+    if held is not None and alive:
+        return held
+    return held or (alive if facts.get("end") == "running" else False)
 
 
 def _start_time(pid: int) -> int | None:

@@ -13,9 +13,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradtrace.errors import NotARunError
+from gradtrace.trace.checking import json_object, misfit
 from gradtrace.trace.schema import SCHEMA_VERSION
 
 METADATA_KEY = b"gradtrace"
+
+STOPPED = "tracer failed: "
+"""How ``RunInfo.end`` begins where the recording stopped before the training did; what follows is the reason."""
+
+_MOST_RANKS = 2**20
+_MOST = 2**31 - 1
+_SHOWN = 80
+
+
+class NewerRunError(NotARunError):
+    """A newer gradtrace wrote it."""
 
 
 @dataclass
@@ -45,8 +57,9 @@ class RunInfo:
     did. ``unmeasured`` counts, by reason, boundaries that were seen but could not be measured or never fired. Of the
     ``steps``, ``captured`` were captured in full. ``config`` holds the options of the recording. ``thinned`` is empty
     unless older steps were thinned to stay within the limit on disk; then it has ``first_step``, ``last_step`` and
-    ``every``: of these steps those whose number it divides are kept in full, and those around incidents. Times are
-    ISO 8601, UTC.
+    ``every``: of these steps those whose number it divides are kept in full, and those around incidents. ``paced`` is
+    empty unless steps were thinned as they came, the disk being slower than the training; then it has ``first_step``
+    and ``last_step`` of them, and ``steps``, how many they were. Times are ISO 8601, UTC.
     """
 
     run_id: str
@@ -70,6 +83,7 @@ class RunInfo:
     unmeasured: dict[str, int] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     thinned: dict[str, int] = field(default_factory=dict)
+    paced: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> str:
         """Return the document that ``from_json`` reads."""
@@ -82,22 +96,69 @@ class RunInfo:
         ``source`` names the file in errors. Keys that this version does not know are left out.
 
         Raises:
-            NotARunError: the text is no such document, or a newer gradtrace wrote it.
+            NotARunError: the text is no such document; a ``NewerRunError`` where a newer gradtrace wrote it.
         """
         try:
-            values = json.loads(text)
-            version = int(values["schema_version"])
-        except (ValueError, KeyError, TypeError):
-            raise NotARunError(f"{source} holds no readable gradtrace metadata") from None
-        if version > SCHEMA_VERSION:
-            raise NotARunError(
-                f"{source} has schema version {version}; this gradtrace reads up to {SCHEMA_VERSION}: "
-                "upgrade gradtrace to read it"
-            )
-        known = {f.name for f in dataclasses.fields(cls)}
-        module_keys = {f.name for f in dataclasses.fields(ModuleInfo)}
-        kept = {key: value for key, value in values.items() if key in known}
-        kept["modules"] = [
-            ModuleInfo(**{k: v for k, v in row.items() if k in module_keys}) for row in values.get("modules", [])
-        ]
-        return cls(**kept)
+            values = json_object(text)
+            version = values["schema_version"]
+            if type(version) is not int or version < 1:
+                raise ValueError(f"schema_version is {version!r}")
+            if version > SCHEMA_VERSION:
+                raise NewerRunError(
+                    f"{source} has schema version {version}; this gradtrace reads up to {SCHEMA_VERSION}: "
+                    "upgrade gradtrace to read it"
+                )
+            info = cls(**_known(cls, values))
+            info.modules = [ModuleInfo(**_known(ModuleInfo, row)) for row in values.get("modules", [])]
+            _check_numbers(info)
+        except KeyError as error:
+            raise NotARunError(f"{source} holds no readable gradtrace metadata: it has no {error.args[0]}") from None
+        except ValueError as error:
+            reason = "it is no JSON" if isinstance(error, (json.JSONDecodeError, UnicodeError)) else str(error)[:_SHOWN]
+            raise NotARunError(f"{source} holds no readable gradtrace metadata: {reason}") from None
+        return info
+
+
+def _known(kind: type[RunInfo | ModuleInfo], values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the fields that there are.
+
+    Raises:
+        KeyError: one is missing that has no default.
+        ValueError: one is of another type.
+    """
+    names, needed = _FIELDS[kind]
+    known = {name: values[name] for name in names if name in values}
+    if (name := misfit(kind, known)) is not None:
+        raise ValueError(f"{name} is {json.dumps(known[name])[:_SHOWN]}")
+    for name in needed:
+        known[name]
+    return known
+
+
+def _check_numbers(info: RunInfo) -> None:
+    """Refuse numbers that no run has; whoever counts up to one of them would never be done.
+
+    Raises:
+        ValueError: there is one; the message names it.
+    """
+    limits = {"rank": _MOST_RANKS, "world_size": _MOST_RANKS, "attempt": _MOST, "steps": None, "records": None}
+    for name, most in limits.items():
+        number = getattr(info, name)
+        if number < 0 or (most is not None and number > most):
+            raise ValueError(f"{name} is {number}")
+    for module in info.modules:
+        if not (0 <= module.depth <= _MOST and 0 <= (module.line or 0) <= _MOST):
+            raise ValueError(f"modules has depth {module.depth} and line {module.line}")
+    for name, count in (("thinned", "every"), ("paced", "steps")):
+        if (found := getattr(info, name)) and not found.keys() >= {"first_step", "last_step", count}:
+            raise ValueError(f"{name} is {json.dumps(found)[:_SHOWN]}")
+
+
+_FIELDS = {
+    kind: (
+        [one.name for one in dataclasses.fields(kind)],
+        [one.name for one in dataclasses.fields(kind) if one.default is one.default_factory is dataclasses.MISSING],
+    )
+    for kind in (RunInfo, ModuleInfo)
+}
+"""Of each class the names of all fields, and of those without a default."""

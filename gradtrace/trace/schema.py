@@ -7,11 +7,15 @@ that a reader may do without pyarrow; what Arrow makes of it is in ``arrow.py``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 SCHEMA_VERSION = 1
 # 1  first version
+
+LARGE_FOOTERS: Mapping[str, Any] = {"thrift_string_size_limit": 2**31 - 1, "thrift_container_size_limit": 2**31 - 1}
+"""How to open a Parquet file with Arrow: the facts of a run with half a million modules are beyond its own limits."""
 
 PHASES = (
     "input",

@@ -7,9 +7,9 @@ the directory holds it whole, old or new. All of this happens in the writer's ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pyarrow as pa
@@ -41,7 +41,7 @@ _MUCH_LARGER = 4
 class _Part:
     """A closed part: the numbers of its pieces, what it holds, and the plan by which it was thinned.
 
-    ``full`` are the steps captured in full.
+    ``full`` are the steps captured in full, as ranges: a run may have millions, one after the other.
     """
 
     path: Path
@@ -51,7 +51,7 @@ class _Part:
     bytes: int
     first_step: int
     last_step: int
-    full: list[int]
+    full: tuple[range, ...]
     plan: Plan
 
 
@@ -94,7 +94,7 @@ class Shelf:
         if there.full:
             self._bytes_per_step = size / len(there.full)
         steps = there.first_step, there.last_step
-        self._parts.append(_Part(path, index, index, table.num_rows, size, *steps, there.full, Plan()))
+        self._parts.append(_Part(path, index, index, table.num_rows, size, *steps, _in_ranges(there.full), Plan()))
         self._join_small(len(self._parts) - 1)
 
     def fit(self, reserve: float) -> None:
@@ -146,7 +146,7 @@ class Shelf:
         part = self._parts[number]
         part.plan = self._plan
         is_kept = self._kept_steps(number)
-        if self._plan.watched > 1 or any(step % self._plan.full and not is_kept(step) for step in part.full):
+        if self._plan.watched > 1 or any(step % self._plan.full and not is_kept(step) for step in _each(part.full)):
             before = read_part(part.path)
             after = thinned(before, self._plan, self.roots, is_kept)
             if after.num_rows < before.num_rows:
@@ -168,9 +168,9 @@ class Shelf:
         write_part(part.path, table)
         self.removed += part.rows - table.num_rows
         full = contents(table).full
-        fewer = sorted(set(part.full).difference(full)) or [part.first_step, part.last_step]
-        self.no_longer_full += len(part.full) - len(full)
-        part.rows, part.bytes, part.full = table.num_rows, part.path.stat().st_size, full
+        fewer = sorted(set(_each(part.full)).difference(full)) or [part.first_step, part.last_step]
+        self.no_longer_full += sum(map(len, part.full)) - len(full)
+        part.rows, part.bytes, part.full = table.num_rows, part.path.stat().st_size, _in_ranges(full)
         done = self.thinned or Thinned(fewer[0], fewer[-1], self._plan)
         first, last = min(done.first_step, fewer[0]), max(done.last_step, fewer[-1])
         self.thinned = Thinned(first, last, self._plan)
@@ -196,7 +196,25 @@ class Shelf:
         write_part(path, table)
         for part in parts:
             part.path.unlink()  # They have counted for nothing since the joined part is there.
-        full = sorted({step for part in parts for step in part.full})
+        full = _in_ranges(sorted({step for part in parts for step in _each(part.full)}))
         numbers = first.first, last.last
         steps = first.first_step, last.last_step
         return _Part(path, *numbers, table.num_rows, path.stat().st_size, *steps, full, first.plan)
+
+
+def _in_ranges(steps: Iterable[int]) -> tuple[range, ...]:
+    """Return ascending numbers as ranges."""
+    ranges: list[range] = []
+    for step in steps:
+        last = ranges[-1] if ranges else range(0)
+        if len(last) == 1 and step > last.start:
+            ranges[-1] = range(last.start, step + 1, step - last.start)
+        elif len(last) > 1 and step == last[-1] + last.step:
+            ranges[-1] = range(last.start, step + 1, last.step)
+        else:
+            ranges.append(range(step, step + 1))
+    return tuple(ranges)
+
+
+def _each(ranges: Iterable[range]) -> Iterator[int]:
+    return chain.from_iterable(ranges)

@@ -25,7 +25,8 @@ _Mask: TypeAlias = Any
 _LEAST = ("loss",)
 WATCHED = ("loss", "lr", "loss_scale", "grad_norm")
 """Tensors of which a watched step has rows though they are finite."""
-_TELLING_EVENTS = ("incident", "replay", "stop")
+TELLING_EVENTS = ("incident", "replay", "stop")
+"""Events of a step that explains a failure."""
 
 
 class Plan(NamedTuple):
@@ -51,7 +52,7 @@ def contents(table: pa.Table) -> Contents:
     """Return what a table of at least one row holds."""
     tensor, events = _words(table, "tensor"), pc.equal(_words(table, "phase"), "event")
     steps = table["step"]
-    telling = pc.or_(pc.is_valid(table["op"]), pc.and_(events, _among(tensor, _TELLING_EVENTS)))
+    telling = pc.or_(pc.is_valid(table["op"]), pc.and_(events, _among(tensor, TELLING_EVENTS)))
     watched = set(_steps(table, pc.equal(tensor, "grad_norm")))
     full = [step for step in sorted(pc.unique(steps).to_pylist()) if step not in watched]
     bounds = pc.min_max(steps).as_py()

@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 import os
-import shutil
-from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +21,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gradtrace.errors import CaptureError
+from gradtrace.trace.background import Background
 from gradtrace.trace.journal import Journal
 from gradtrace.trace.merging import encode, merge
-from gradtrace.trace.parts import INFO_FILE, journal_file, part_of
+from gradtrace.trace.parts import INFO_FILE, journal_file, part_of, remove_parts
 from gradtrace.trace.place import Existing, claim
-from gradtrace.trace.process import this_process
+from gradtrace.trace.reserve import Reserve
 from gradtrace.trace.runinfo import RunInfo
 from gradtrace.trace.shelf import Shelf, Thinned
+from gradtrace.trace.trouble import gone
 
 MAX_BYTES = 2_000_000_000
 """What a run may take on disk unless it is told otherwise."""
@@ -95,16 +94,16 @@ class RunWriter:
             CaptureError: the place cannot be written.
         """
         with _unwritable(path):
-            place = claim(Path(os.path.abspath(path)), info, existing)
+            place = self._place = claim(Path(os.path.abspath(path)), info, existing)
         self.path, self.run_path, self.moved_to = place.path, place.run_path, place.moved_to
         self.bytes_written = 0
+        self.in_one_file = False
         self._parts = place.parts
-        self._process = this_process()
         self._pid = os.getpid()
         self._rows_per_part = rows_per_part
-        self._info = info
         self._max_bytes = max_bytes or None
         self._shelf = Shelf(self._parts, self._max_bytes, rows_per_part)
+        self._know(info)
         self.on_thinned = on_thinned
         self._told: Thinned | None = None
         self._largest_step = 0
@@ -115,10 +114,10 @@ class RunWriter:
         self._journals = 0
         self._writing = False
         self._closed = False
-        self._encoder = ThreadPoolExecutor(1, thread_name_prefix="gradtrace-writer")
-        self._encoding: deque[Future[None]] = deque()
+        self._background = Background("gradtrace-writer")
+        self._reserve = Reserve(self._parts)
         with _unwritable(path):
-            self.update(info)
+            self._reserve_or_leave()
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Append the rows of one step, in the order of ``seq``; on return the operating system has them.
@@ -133,7 +132,8 @@ class RunWriter:
         if self._closed:
             raise ValueError("write to a run that is closed")
         self._check_order(batch)
-        self._wait_for_encoder(self._may_wait)
+        self._demand_place()
+        self._background.wait(self._may_wait + 1)
         self._tell_what_was_thinned()
         self._append(batch)
         if self._journal_is_full():
@@ -141,20 +141,83 @@ class RunWriter:
 
     def update(self, info: RunInfo) -> None:
         """Replace what is known of the run."""
-        if self._in_child() or self._closed:
-            return
+        if not self._in_child() and not self._closed:
+            self._write_facts(info)
+
+    def _know(self, info: RunInfo) -> None:
         self._info = info
         self._shelf.roots = {module.name for module in info.modules if module.root}
-        values = json.loads(self.counted(info).to_json()) | {"process": self._process}
+
+    def _reserve_or_leave(self) -> None:
+        try:
+            self._reserve.hold(0)
+        except OSError:
+            self._reserve.give_back()
+            with suppress(OSError):
+                remove_parts(self._parts)
+            self._place.hold.release()
+            raise
+
+    def _write_facts(self, info: RunInfo) -> None:
+        self._know(info)
+        text = self._place.facts(self.counted(info))
+        try:
+            self._put_facts(text)
+        except OSError as error:
+            if info.end == "running":
+                raise
+            self._put_facts_at_last(text, error)
+        if info.end == "running":
+            self._reserve.hold(len(text))
+
+    def _put_facts_at_last(self, text: str, error: OSError) -> None:
+        """That the run ends is to be on the disk, if anything is: in the room held back, or in the old one's place."""
+        if self._reserve.helps(error):
+            self._put_facts(text)
+        elif isinstance(error, PermissionError):  # to make files; to write to those that are there may be allowed
+            (self._parts / INFO_FILE).write_text(text, encoding="utf-8")
+        else:
+            raise error
+
+    def _put_facts(self, text: str) -> None:
+        self._demand_place()
         self._updates += 1  # A signal handler's update may come in the middle of this one.
         temporary = self._parts / f"{INFO_FILE}.{self._updates}.tmp"
-        temporary.write_text(json.dumps(values, allow_nan=False))
-        temporary.replace(self._parts / INFO_FILE)
+        try:
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(self._parts / INFO_FILE)
+        except OSError:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+
+    def _demand_place(self) -> None:
+        """See that the directory has not been removed, nor another one put in its place.
+
+        Raises:
+            OSError: it has been, or cannot be looked at.
+        """
+        if not self._place.hold.is_at(self._parts):
+            self._parts.stat()  # which says so where it cannot be looked at
+            raise gone(self._parts)
 
     @property
     def rows(self) -> int:
         """Number of rows that the run holds."""
         return self._rows - self._shelf.removed
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what was written is still where it was written to; taken for granted where that cannot be seen."""
+        if self._place.hold.is_at(self._parts):
+            return True
+        try:
+            self._parts.stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return False
 
     def protect(self, step: int) -> None:
         """Never thin ``step``, nor those within ten of it."""
@@ -169,15 +232,29 @@ class RunWriter:
         """
         if self._in_child() or self._closed:
             return
-        self.update(info)
-        self._closed = True
-        if self._journal is not None:
-            self._journal.close()
-        self._encoder.shutdown()  # A part that failed has left its journal, which is merged as well.
+        try:
+            self._end_writing(info)
+            self._write_facts(info)  # with what has been thinned at last: all that a merge needs is on disk
+            merge(self._parts, self.path, self.counted(info))
+            self.in_one_file = True
+            self.bytes_written = self.path.stat().st_size
+            with suppress(OSError):
+                remove_parts(self._parts)
+        finally:
+            self._closed = True
+            self._background.abandon()  # a second Ctrl-C must not go on encoding while the interpreter ends
+            self._reserve.give_back()
+            self._place.hold.release()
+
+    def _end_writing(self, info: RunInfo) -> None:
+        try:
+            self.update(info)
+        finally:
+            self._closed = True
+            if self._journal is not None:
+                self._journal.close()
+            self._background.close()  # A part that failed has left its journal, which is merged as well.
         self._tell_what_was_thinned()
-        merge(self._parts, self.path, self.counted(info))
-        self.bytes_written = self.path.stat().st_size
-        shutil.rmtree(self._parts, ignore_errors=True)
 
     def close_parts(self, info: RunInfo) -> None:
         """End the run at once and leave it in its parts, from which it reads as well.
@@ -186,16 +263,20 @@ class RunWriter:
         """
         if self._in_child() or self._closed:
             return
-        self.update(info)
-        self._closed = True
-        if self._journal is not None and not self._writing:
-            self._journal.close()
-        self._encoder.shutdown(wait=False, cancel_futures=True)
+        try:
+            self.update(info)
+        finally:
+            self._closed = True
+            if self._journal is not None and not self._writing:
+                self._journal.close()
+            self._background.abandon()
+            self._reserve.give_back()
+            self._place.hold.release()
 
     def _append(self, batch: pa.RecordBatch) -> None:
-        self._writing = True
         journal = self._journal or self._next_journal()
         before = journal.bytes
+        self._writing = True
         self._journal = None  # Where this fails, or is interrupted, nothing may follow in the same journal.
         try:
             journal.append(batch)
@@ -212,9 +293,8 @@ class RunWriter:
         self.bytes_written += size
 
     def _next_journal(self) -> Journal:
-        journal = Journal(journal_file(self._parts, self._journals))
-        self._journals += 1
-        return journal
+        self._journals += 1  # first: a file that a signal handler's exception leaves behind is not to be in the way
+        return Journal(journal_file(self._parts, self._journals - 1))
 
     def _journal_is_full(self) -> bool:
         journal = self._journal
@@ -231,11 +311,11 @@ class RunWriter:
         journal, self._journal = self._journal, None
         assert journal is not None
         journal.close()
-        with suppress(RuntimeError):  # An interpreter that exits starts no thread; ``finish`` merges journals too.
-            self._encoding.append(self._encoder.submit(self._encode, self._journals - 1))
+        self._background.submit(partial(self._encode, self._journals - 1))
 
     def _encode(self, index: int) -> None:
         """In the background: turn a journal into a part, and see to it that the run fits."""
+        self._demand_place()
         table = encode(self._parts, index)
         self._shelf.add(part_of(journal_file(self._parts, index)), index, table)
         self._shelf.fit(self._bytes_in_journals(self._may_wait))
@@ -258,11 +338,6 @@ class RunWriter:
         self.update(self._info)
         if first_time:
             self.on_thinned(_in_words(done, self._max_bytes))
-
-    def _wait_for_encoder(self, allowed: int) -> None:
-        """Raise what went wrong in the background, and wait while more than ``allowed`` journals wait."""
-        while self._encoding and (self._encoding[0].done() or len(self._encoding) > allowed + 1):
-            self._encoding.popleft().result()
 
     def _check_order(self, batch: pa.RecordBatch) -> None:
         seq = batch["seq"]

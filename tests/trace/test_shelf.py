@@ -26,7 +26,7 @@ from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.parts import pieces
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
 from gradtrace.trace.schema import Record
-from gradtrace.trace.shelf import Shelf
+from gradtrace.trace.shelf import Shelf, _in_ranges
 from gradtrace.trace.writer import RunWriter
 
 LAYERS = [f"layers.{number}" for number in range(40)]
@@ -296,7 +296,7 @@ def test_killed_at_any_moment_each_part_is_whole_old_or_new(tmp_path, where, num
 def test_a_part_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     writer = RunWriter(tmp_path / "run.parquet", INFO, max_bytes=None, rows_per_part=ROWS)
     write(writer, range(1))
-    writer._encoder.shutdown()
+    writer._background.close()
     writer.close_parts(INFO)
     [piece] = pieces(tmp_path / "run.parquet.parts")
 
@@ -311,3 +311,14 @@ def test_a_part_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch)
     assert rows_by_step(tmp_path / "run.parquet") == {0: FULL}
     assert pieces(tmp_path / "run.parquet.parts") == [piece]
     assert not list((tmp_path / "run.parquet.parts").glob("*.tmp"))
+
+
+def test_steps_captured_in_full_are_kept_as_few_ranges_and_none_is_lost() -> None:
+    every = (0, 1, 2, 3, 4, 8, 16, 24, 25, 26)
+    assert _in_ranges(every) == (range(5), range(8, 25, 8), range(25, 27))
+    assert _in_ranges(range(10**6)) == (range(10**6),)
+    assert _in_ranges([]) == ()
+    generator = random.Random(0)
+    for _ in range(500):
+        steps = sorted(generator.sample(range(60), generator.randrange(40)))
+        assert list(itertools.chain.from_iterable(_in_ranges(steps))) == steps

@@ -201,7 +201,12 @@ def test_update_replaces_the_facts(tmp_path):
     writer.update(RunInfo("r", notes=["n"]))
     values = json.loads((tmp_path / "run.parquet.parts" / "run.json").read_text())
     assert (values["notes"], values["records"], values["process"]["pid"]) == (["n"], 6, os.getpid())
-    assert sorted(os.listdir(tmp_path / "run.parquet.parts")) == ["journal-000000.arrow", "run.json"]
+    assert sorted(os.listdir(tmp_path / "run.parquet.parts")) == [
+        "journal-000000.arrow",
+        "journal-000000.crc",
+        "reserve.tmp",
+        "run.json",
+    ]
     writer.finish(COMPLETED)
 
 
@@ -349,43 +354,6 @@ def test_a_merge_that_fails_leaves_the_run_in_its_parts(tmp_path, monkeypatch):
     assert read_rows(tmp_path / "run.parquet") == expected(range(5))
     with open_run(tmp_path / "run.parquet") as run:
         assert (run.end, run.missing) == ("completed", [])
-
-
-DIES_IN_MERGE = """
-    import os, signal, sys
-    from test_writer import write_steps
-    from gradtrace.trace import merging
-    from gradtrace.trace.runinfo import RunInfo
-    from gradtrace.trace.writer import RunWriter
-
-    where = sys.argv[2]
-    def die(*_, **__):
-        os.kill(os.getpid(), signal.SIGKILL)
-    if where == "before the rename":
-        merging._reach_the_disk = die
-    else:
-        import shutil
-        def die_on_the_way(path, **_):
-            os.unlink(os.path.join(path, sorted(os.listdir(path))[0]))
-            die()
-        shutil.rmtree = die_on_the_way
-    writer = RunWriter(sys.argv[1], RunInfo("r"), rows_per_part=6)
-    write_steps(writer, range(5))
-    writer.finish(RunInfo("r", end="completed", steps=5, last_step=4))
-"""
-
-
-@pytest.mark.parametrize("where", ["before the rename", "while the parts are removed"])
-def test_a_run_killed_while_it_is_merged_is_complete(tmp_path, where):
-    process = start(DIES_IN_MERGE, tmp_path / "run.parquet", where)
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    for name in ("run.parquet", "run.parquet.parts"):
-        assert read_rows(tmp_path / name) == expected(range(5))
-        with open_run(tmp_path / name) as run:
-            assert (run.end, run.steps, run.missing) == ("completed", 5, [])
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
 
 
 def test_a_forked_child_writes_nothing_and_breaks_nothing(tmp_path):
