@@ -49,6 +49,7 @@ class HandKept:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     number: int = 0
+    number_in_step: tuple[int, int] = (-1, 0)
 
 
 def keep(module: nn.Module, *args: Any, label: str = "model", **kwargs: Any) -> HandKept:

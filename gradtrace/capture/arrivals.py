@@ -15,20 +15,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradtrace.capture.names import Root, TensorEntry
+from gradtrace.capture.held import TensorEntry
+from gradtrace.capture.names import Root
 from gradtrace.capture.session import Session, quiet
 from gradtrace.capture.statistics import Measure
+
+_MOST_ARRIVED = 64
+"""Of the gradients that arrived at one parameter in a step, which may have thousands of passes."""
 
 
 class _Arrival:
     """A hook on the node of one parameter."""
 
-    __slots__ = ("_device", "_dtype", "_handle", "_node", "_shape", "parameter", "root")
+    __slots__ = ("_device", "_dtype", "_handle", "_node", "_number", "_shape", "parameter", "root")
 
     def __init__(self, parameter: Tensor, root: Root, hook: Callable[[Sequence[Tensor | None]], None]) -> None:
         self.parameter = parameter
         self.root = root
         self._dtype, self._device, self._shape = parameter.dtype, parameter.device, parameter.shape
+        self._number = parameter._cdata
         self._node = torch.autograd.graph.get_gradient_edge(parameter).node
         self._handle = self._node.register_prehook(hook)
 
@@ -37,10 +42,16 @@ class _Arrival:
         """Whether the node may be held on to.
 
         For a parameter of another type or device torch makes a new one. For another shape, given to it through
-        ``.data``, it would do so too if nobody held the old one, whose gradients are refused by now.
+        ``.data``, it would do so too if nobody held the old one, whose gradients are refused by now. After
+        ``swap_tensors`` it is the node of the other one.
         """
         parameter = self.parameter
-        return parameter.shape == self._shape and parameter.dtype == self._dtype and parameter.device == self._device
+        return (
+            parameter._cdata == self._number
+            and parameter.shape == self._shape
+            and parameter.dtype == self._dtype
+            and parameter.device == self._device
+        )
 
     def end(self) -> None:
         """Take the hook off; the node may be in a graph that lives on."""
@@ -143,11 +154,19 @@ class Arrivals:
         with quiet():
             site = site if detail is None else site.remarked(detail)
             measure = session.see(site, gradient, None, clock.micro_step, usual)
-        parameter = entry.ref()
-        if parameter is not None and measure is not None:
-            self._arrived.setdefault(id(parameter), []).append(measure)
+        if measure is not None:
+            self._remember(entry.key, measure)
             if measure.counts is not None or measure.pending:
                 self.any_nonfinite = True
+
+    def _remember(self, key: int, measure: Measure) -> None:
+        measures = self._arrived.setdefault(key, [])
+        measures.append(measure)
+        if len(measures) > _MOST_ARRIVED:
+            # What is asked of them later is whether all were finite: one of each kind answers for the others.
+            waiting = [each for each in measures if each.pending]
+            known = {each.finite: each for each in measures if not each.pending}
+            self._arrived[key] = [*known.values(), *waiting]
 
 
 def _release(arrivals: dict[int, _Arrival], root: weakref.ref[Root], _: object) -> None:

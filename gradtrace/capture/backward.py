@@ -16,9 +16,12 @@ from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import Edge, Entrance, GraphMap, Step, sequence_number
 from gradtrace.capture.places import Hooks, Inside, Place, Sum, Watched
 from gradtrace.capture.session import Session
+from gradtrace.trace.sent import let_pass
 
 _LOST_VIEW = "gradient of a view whose base was changed in place"
 _NO_EDGES: dict[Edge, str] = {}
+_MOST_WATCHED = 1_000
+"""Of a step's outermost calls so many are followed; of older ones it is settled what has reached them."""
 
 Arrivals = dict[Any, list[tuple[int, str]]]
 """The nodes that made a call's outputs, with the outputs' numbers and paths."""
@@ -39,6 +42,8 @@ class GraphGradients:
         self._hooks = Hooks(session)
         self._thread = _Thread()
         self._watched: list[Watched] = []
+        self._settled = 0
+        """Boundaries of older calls that no gradient has reached."""
         self.visits = 0
 
     def call_begins(self, frame: Frame, inputs: Found, *, grad_mode: bool) -> None:
@@ -46,7 +51,8 @@ class GraphGradients:
         if grad_mode:
             try:
                 frame.input_edges = self._thread.map.edges_of(inputs)
-            except RuntimeError:
+            except RuntimeError as error:
+                let_pass(error)
                 self._session.unmeasured[_LOST_VIEW] += 1
         frame.start = sequence_number()
 
@@ -83,7 +89,8 @@ class GraphGradients:
     def never_fired(self) -> int:
         """Return how many boundaries of the step no gradient reached, and start counting anew."""
         watched, self._watched = self._watched, []
-        return sum(w.never_fired for w in watched)
+        settled, self._settled = self._settled, 0
+        return settled + _never_fired(watched)
 
     def _watch_layer(self, frame: Frame, outermost: Frame, arrivals: Arrivals) -> bool:
         """See both sides of a call that is a single node (a layer without modules inside, mostly) by one hook.
@@ -125,6 +132,10 @@ class GraphGradients:
         watched = outermost.watched = Watched()
         if outermost.phase == "forward":
             self._watched.append(watched)
+            if len(self._watched) > _MOST_WATCHED:
+                half = _MOST_WATCHED // 2
+                self._settled += _never_fired(self._watched[:half])
+                del self._watched[:half]
         return watched
 
     def _made_here(self, frame: Frame, outputs: Found) -> Arrivals:
@@ -132,7 +143,8 @@ class GraphGradients:
         for path, tensor in outputs:
             try:
                 node = tensor.grad_fn
-            except RuntimeError:
+            except RuntimeError as error:
+                let_pass(error)
                 self._session.unmeasured[_LOST_VIEW] += 1
                 continue
             # Neither a leaf, nor an input handed through, nor a tensor made before is this call's boundary.
@@ -164,3 +176,7 @@ class GraphGradients:
                 self._thread.map.before_arrival(target[0], functools.partial(self._hooks.on_departure, total))
         for node, targets in by_node.items():
             node.register_hook(functools.partial(self._hooks.on_leaving, targets))
+
+
+def _never_fired(watched: list[Watched]) -> int:
+    return sum(each.never_fired for each in watched)

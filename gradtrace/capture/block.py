@@ -16,9 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from types import TracebackType
 
+    from gradtrace.capture.models import Models
     from gradtrace.capture.options import Engine
     from gradtrace.capture.replay.alarm import OnNonFinite
-    from gradtrace.capture.tracer import Models, Tracer
+    from gradtrace.capture.tracer import Tracer
     from gradtrace.setting_kinds import StepRange
     from gradtrace.settings import Mode
 
@@ -114,6 +115,7 @@ class Untraced:
 
     moved_to: Path | None = None
     bytes_written = 0
+    in_one_file = is_in_place = False
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)

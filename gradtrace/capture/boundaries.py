@@ -13,6 +13,9 @@ from typing import Any
 
 from torch import Tensor
 
+from gradtrace.capture.subclasses import note
+from gradtrace.trace.sent import let_pass
+
 Found = list[tuple[str, Tensor]]
 
 _DEEPEST = 12
@@ -21,16 +24,16 @@ _DEEPEST = 12
 
 def tensors_in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found:
     """Return the tensors of a call's arguments with their paths, in order."""
-    if len(args) == 1 and not kwargs and isinstance(args[0], Tensor):
+    if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
         return [("0", args[0])]
     found: Found = []
     for index, value in enumerate(args):
-        if isinstance(value, Tensor):
+        if type(value) is Tensor:
             found.append((str(index), value))
         elif value is not None:
             _collect(value, str(index), found, ())
     for name, value in kwargs.items():
-        if isinstance(value, Tensor):
+        if type(value) is Tensor:
             found.append((name, value))
         elif value is not None:
             _collect(value, name, found, ())
@@ -39,16 +42,17 @@ def tensors_in_arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Found
 
 def tensors_in_result(result: Any) -> Found:
     """Return the tensors of a call's result with their paths, in order."""
-    if isinstance(result, Tensor):
+    if type(result) is Tensor:
         return [("0", result)]
     found: Found = []
     _collect(result, "", found, ())
-    return found
+    return [("0", result)] if isinstance(result, Tensor) else found
 
 
 def _collect(value: Any, path: str, found: Found, containers: tuple[Any, ...]) -> None:
     """Add the tensors in ``value``; ``containers`` are those that it lies in, outermost first."""
     if isinstance(value, Tensor):
+        note(type(value))
         found.append((path, value))
         return
     if value is None or isinstance(value, (str, bytes, int, float)):
@@ -73,5 +77,6 @@ def is_computed(value: Tensor) -> bool:
     """Whether a tensor is the result of operations that gradients flow back through."""
     try:
         return value.grad_fn is not None
-    except RuntimeError:  # a view whose base was changed in place: torch knows that it had a history
+    except RuntimeError as error:  # a view whose base was changed in place: torch knows that it had a history
+        let_pass(error)
         return True

@@ -10,26 +10,25 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gradtrace.capture.boundaries import Found, is_computed, tensors_in_arguments, tensors_in_result
 from gradtrace.capture.compiled import taken_for
-from gradtrace.capture.frame import Frame, Gradients
+from gradtrace.capture.frame import Frame, Gradients, output_site
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.interception import Call
 from gradtrace.capture.names import ModuleEntry, is_wrapper, unwrapped
-from gradtrace.capture.readable import INTEGER_TYPES
+from gradtrace.capture.readable import is_floating, is_number
 from gradtrace.capture.replay.kept import Keeper, Kept
 from gradtrace.capture.roots import find_root
 from gradtrace.capture.session import Session, be_quiet, cannot_observe, quiet
-from gradtrace.capture.sites import Site
+from gradtrace.capture.subclasses import met, without_their_own_ways
 from gradtrace.capture.watch.outputs import OutputWatch
-from gradtrace.errors import NonFiniteError
-from gradtrace.trace.incident import DETACHED
+from gradtrace.trace.sent import let_pass
 
 _grad_mode = torch.is_grad_enabled
 _graph_task = torch._C._current_graph_task_id
@@ -89,12 +88,11 @@ class Calls:
                 return call(module, *args, **kwargs)
             frame = None
             # As ``guarded`` does it, without the cost of one more call for each.
+            grad_mode = _grad_mode()
             try:
                 frame = begin(module, args, kwargs)
-            except NonFiniteError:  # the fuse: asked for
-                raise
-            except Exception as error:
-                session.fail(error)
+            except BaseException as error:
+                session.caught(error, grad_mode)
             if frame is None:
                 return call(module, *args, **kwargs)
             try:
@@ -103,12 +101,12 @@ class Calls:
                 abandon(frame)
                 raise
             if session.active:
+                grad_mode = _grad_mode()
                 try:
                     finish(frame, result)
-                except NonFiniteError:
-                    raise
-                except Exception as error:
-                    session.fail(error)
+                except BaseException as error:
+                    abandon(frame)
+                    session.caught(error, grad_mode)
             return result
 
         return __call__
@@ -122,6 +120,11 @@ class Calls:
             return None
         if self._thread.paused:
             return None
+        if not (stack or met.any):
+            _look_for_subclasses(args, kwargs)
+        if met.any and torch._C._is_torch_function_enabled():
+            with without_their_own_ways():
+                return self.begin(module, args, kwargs)
         if cannot_observe():
             if self._discover or self._session.names.entry(module) is not None:
                 self._session.count_unseen()
@@ -159,6 +162,9 @@ class Calls:
 
     def finish(self, frame: Frame, result: Any) -> None:
         """Close a call that has returned ``result``."""
+        if met.any and torch._C._is_torch_function_enabled():
+            with without_their_own_ways():
+                return self.finish(frame, result)
         stack = self._thread.stack
         outermost = stack[0] if stack else frame
         if stack and stack[-1] is frame:
@@ -217,6 +223,11 @@ class Calls:
         """Return this thread's innermost open call of a module."""
         return next((frame for frame in reversed(self._thread.stack) if frame.entry is entry), None)
 
+    def drop_all_of(self, entries: Container[ModuleEntry]) -> None:
+        """Let go of this thread's open calls of modules of which nobody will say that they have returned."""
+        stack = self._thread.stack
+        stack[:] = [frame for frame in stack if frame.entry not in entries]
+
     def drop(self) -> None:
         """Let go of this thread's open calls and their graph: recording has ended in the middle of them."""
         self._thread.stack.clear()
@@ -265,8 +276,8 @@ class Calls:
     @staticmethod
     def _unwind(stack: list[Frame], frame: Frame) -> None:
         # A frame above this one is left over from a call that torch abandoned without an exception here.
-        while stack and stack.pop() is not frame:
-            pass
+        if frame in stack:
+            del stack[stack.index(frame) :]
 
     def _announce(self, entry: ModuleEntry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A call inside of backward recomputes one that has been announced.
@@ -327,7 +338,7 @@ class Calls:
 
     def _see_outside_inputs(self, frame: Frame, inputs: Found) -> None:
         """Record what the script hands over: labels and token ids too, and apart from them what it has computed."""
-        is_recorded = _is_number if frame.phase != "recompute" else _is_floating
+        is_recorded = is_number if frame.phase != "recompute" else is_floating
         for path, value in inputs:
             if is_recorded(value.dtype):
                 is_batch = frame.phase == "forward" and not is_computed(value)
@@ -339,8 +350,8 @@ class Calls:
         start = session.rows.position
         all_finite = True
         for path, value in outputs:
-            if _is_floating(value.dtype):
-                measure = session.see(_output_site(frame, path, value), value, frame.call, frame.micro_step)
+            if is_floating(value.dtype):
+                measure = session.see(output_site(frame, path, value), value, frame.call, frame.micro_step)
                 all_finite = all_finite and (measure is None or measure.counts is None)
         if not all_finite:
             # What the script has written into the module's state since the last look comes before what it made.
@@ -352,7 +363,7 @@ class Calls:
         """Look at what an outermost call returns in a step that is only watched, and keep what a replay needs."""
         with quiet():
             sited = [
-                (path, _output_site(frame, path, value), value) for path, value in outputs if _is_floating(value.dtype)
+                (path, output_site(frame, path, value), value) for path, value in outputs if is_floating(value.dtype)
             ]
             totals = self._outputs.look(sited, frame.call, frame.micro_step)
             if frame.kept is not None:
@@ -365,26 +376,17 @@ class Calls:
         try:
             return flatten(*nested)
         except Exception as error:
+            let_pass(error)
             self._session.unmeasured[f"{type(error).__name__} while looking into arguments or results"] += 1
             return []
 
 
-def _is_floating(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _is_number(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex or dtype in INTEGER_TYPES
-
-
-def _output_site(frame: Frame, path: str, value: Tensor) -> Site:
-    site = frame.sites.output[path]
-    return site.remarked(DETACHED) if frame.is_outermost and _is_only_looked_at(frame, value) else site
-
-
-def _is_only_looked_at(frame: Frame, value: Tensor) -> bool:
-    """Whether a value is the result of a metric: of a root without weights, and no gradient flows back from it."""
-    return frame.phase == "forward" and not value.requires_grad and not frame.entry.root.owns_parameters
+def _look_for_subclasses(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Take notice of tensor classes of the script's own before anything is asked of their tensors."""
+    try:
+        tensors_in_arguments(args, kwargs)
+    except Exception as error:  # counted when they are to be recorded
+        let_pass(error)
 
 
 def _inside_backward() -> bool:

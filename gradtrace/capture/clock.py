@@ -2,8 +2,8 @@
 
 The first optimizer that steps is the clock; a step ends when it has stepped. When another optimizer steps after
 it (the generator after the discriminator), what was seen since then belongs to the step that has just ended.
-Without an optimizer, an outermost forward after a backward starts a new step; without any backward, every
-outermost call is a step. ``Tracer.step`` overrides all of this.
+Without an optimizer, or if its steps cannot be seen, an outermost forward after a backward starts a new step; without
+any backward, every outermost call is a step. ``Tracer.step`` overrides all of this.
 """
 
 from __future__ import annotations
@@ -38,10 +38,13 @@ class Clock:
         self.by_hand = False
         self.is_over: Callable[[Optimizer], bool] = lambda optimizer: False
         """Whether an optimizer's models are gone, so that it will never step again."""
+        self.weights_changed: Callable[[], bool] = lambda: False
+        """Whether a parameter has been changed since the last backward pass began."""
         self.on_backward: Callable[[], None] = lambda: None
         """Called when a pass is about to start: the last moment to watch for gradients."""
         self._clock: _Reference | None = None
         self._others: list[_Reference] = []
+        self._announced = False
         self._ticks = 0
         self._ever_others = False
         self._others_before = 0
@@ -66,6 +69,16 @@ class Clock:
     def has_ticked(self) -> bool:
         """Whether an optimizer has ended a step."""
         return self._ticks > 0
+
+    @property
+    def awaits_first_tick(self) -> bool:
+        """Whether no optimizer has ended a step so far, and one may."""
+        return self._clock is None and not self.by_hand
+
+    @property
+    def saw_no_call(self) -> bool:
+        """Whether a backward pass has run in the step, and no outermost call of a module."""
+        return self.backward_in_step and not self._calls
 
     @property
     def steps_in_backward(self) -> bool:
@@ -100,7 +113,8 @@ class Clock:
         """Whether a backward has run in this step and nothing but the script itself can have used it."""
         if self.by_hand or self._clock is not None or not self.backward_in_step:
             return False
-        return not self._optimizers.exist()
+        # An optimizer may step without torch's hooks: its class was given another ``step``, or calls none.
+        return not self._optimizers.exist() or (not self._announced and self.weights_changed())
 
     def outermost_call(self, *, evaluating: bool) -> None:
         """Note that an outermost call starts: after a backward it is a new micro step."""
@@ -122,6 +136,10 @@ class Clock:
         self.backward_in_step = self._backward_ever = True
         if accumulating:
             self._thread.after_backward_in = self._generation
+
+    def optimizer_begins(self) -> None:
+        """Note that an optimizer is about to step: steps are announced, and what happens in between is part of one."""
+        self._announced = True
 
     def optimizer_stepped(self, optimizer: Optimizer, *, inside_backward: bool) -> Belongs:
         """Note that an optimizer has stepped, or was skipped; say to which step the rows in flight belong."""

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
-from torch import nn
+from torch import Tensor, nn
 
 from gradtrace.capture.boundaries import Found
 from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.replay.kept import Alive, Kept
+from gradtrace.capture.sites import Site
+from gradtrace.trace.incident import DETACHED
 
 
 class Frame:
@@ -48,3 +50,14 @@ class Gradients(Protocol):
         """An outermost call returns in a step that is only watched."""
 
     def outermost_ended(self) -> None: ...
+
+
+def output_site(frame: Frame, path: str, value: Tensor) -> Site:
+    """Return where an output of a call is recorded, with a remark if nothing but a look at it was wanted."""
+    site = frame.sites.output[path]
+    return site.remarked(DETACHED) if frame.is_outermost and _is_only_looked_at(frame, value) else site
+
+
+def _is_only_looked_at(frame: Frame, value: Tensor) -> bool:
+    """Whether a value is the result of a metric: of a root without weights, and no gradient flows back from it."""
+    return frame.phase == "forward" and not value.requires_grad and not frame.entry.root.owns_parameters

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +20,15 @@ from gradtrace.capture.calls import Calls
 from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import sequence_number
 from gradtrace.capture.names import ModuleEntry, Root, walk
-from gradtrace.capture.session import Session, quiet, warn
+from gradtrace.capture.session import Session, quiet
+from gradtrace.capture.voice import warn
 from gradtrace.errors import CaptureError
+
+_MOST_CALLS = 10_000
+"""Of one module in one step, of which it is known by which node of the graph they are."""
+
+CLEARED = "module whose hooks were cleared by the script: its calls and gradients are missing from then on"
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 _Gradients = Sequence[Tensor | None] | Tensor
 
@@ -51,7 +58,8 @@ class ModuleHooks:
         self._session = session
         self._handles: dict[ModuleEntry, tuple[weakref.ref[nn.Module], list[Any]]] = {}
         self._forward_only: dict[Root, bool] = {}
-        self._returned: dict[ModuleEntry, list[Frame]] = defaultdict(list)
+        self._returned: dict[ModuleEntry, deque[Frame]] = defaultdict(lambda: deque(maxlen=_MOST_CALLS))
+        self._cleared: set[ModuleEntry] = set()
         self._warned = False
 
     def register(self, root: Root, calls: Calls) -> None:
@@ -72,7 +80,7 @@ class ModuleHooks:
                 continue
             known, handles = self._handles.get(entry, (None, []))
             if known is not entry.ref:
-                _take_off(handles)  # of the module whose place this one has taken
+                _take_off(None if known is None else known(), handles)  # of the one whose place this one has taken
                 self._handles[entry] = entry.ref, self._hook(module, entry, calls)
 
     def _cannot_bear(self, top: nn.Module) -> bool:
@@ -90,8 +98,10 @@ class ModuleHooks:
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> None:
             if entry.is_root:
+                calls.drop_all_of(self._cleared_now())
                 register(entry.root, calls)  # what has been added since
-            begin(module, args, kwargs)
+            if entry not in self._cleared:  # nobody would say that the call has returned
+                begin(module, args, kwargs)
 
         def after(module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
             frame = calls.innermost(entry)
@@ -114,7 +124,11 @@ class ModuleHooks:
             self._explain(sys.exc_info()[1])
             calls.abandon(frame)
             return
-        calls.finish(frame, result)
+        try:
+            calls.finish(frame, result)
+        except BaseException:
+            calls.abandon(frame)
+            raise
         if frame.captured and frame.phase in ("forward", "recompute"):
             self._returned[frame.entry].append(frame)
 
@@ -169,23 +183,40 @@ class ModuleHooks:
     def forget_calls(self) -> None:
         """Start a new step."""
         self._returned.clear()
+        self._cleared_now()
+
+    def _cleared_now(self) -> set[ModuleEntry]:
+        """Return the modules whose hooks the script has taken off, and count those that are new."""
+        for entry, (known, handles) in self._handles.items():
+            module = known()
+            if module is not None and entry not in self._cleared and not _are_on(module, handles):
+                self._cleared.add(entry)
+                self._session.unmeasured[CLEARED] += 1
+        return self._cleared
 
     def remove(self) -> None:
         """Take all hooks off."""
-        for _, handles in self._handles.values():
-            _take_off(handles)
+        for known, handles in self._handles.values():
+            _take_off(known(), handles)
         self._handles.clear()
 
 
-def _take_off(handles: list[Any]) -> None:
+def _are_on(module: nn.Module, handles: list[Any]) -> bool:
+    return all(any(handle.id in getattr(module, name) for name in _HOOKS) for handle in handles)
+
+
+def _take_off(module: nn.Module | None, handles: list[Any]) -> None:
     for handle in handles:
         handle.remove()
+        for name in _HOOKS:  # a copy of the dictionary that the handle knows may have taken its place
+            getattr(module, name, {}).pop(handle.id, None)
 
 
 def refuse_in_place(top: nn.Module) -> None:
     """Raise CaptureError if a module below ``top`` works in place."""
     for name, module in walk(top):
-        if getattr(module, "inplace", False) is True:
+        # Not getattr: the user's own ``__getattr__`` may raise anything.
+        if module.__dict__.get("inplace") is True:
             raise CaptureError(
                 f"torch's full backward hooks cannot bear {name or 'the root'} "
                 f"({type(module).__name__} with inplace=True); use the engine graph"

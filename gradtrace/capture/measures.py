@@ -7,6 +7,7 @@ the rest is a handful of numbers, and that alike can be told by identity.
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch
 _SCALAR = torch.Size([])
 _HOST = torch.device("cpu")
 _NO_COUNTS = (0, 0, 0)
+_LARGEST = sys.float_info.max
 
 
 class Kind:
@@ -131,6 +133,11 @@ class Measure:
     def numel(self) -> int:
         """Number of elements."""
         return self.kind.numel
+
+
+def within_doubles(norm: float) -> float:
+    """Return the norm of finite elements, which are doubles: one that is larger than all doubles is the largest."""
+    return min(norm, _LARGEST)
 
 
 class _Nothing:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import fnmatch
 import inspect
-import itertools
-import operator
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
-from gradtrace.capture.sites import Site, SitesOfModule, SitesOfState
+from gradtrace.capture.held import Listed, TensorEntry
+from gradtrace.capture.sites import SitesOfModule
+from gradtrace.capture.subclasses import note
 from gradtrace.trace.runinfo import ModuleInfo
 
 _WRAPPED_AS = {
@@ -59,7 +59,8 @@ class Root:
         self.label = label
         self.wanted = wanted
         self.prefix: str | None = None
-        self.kind = type(module)
+        kind = type(module)
+        self.kind, self.type_name = weakref.ref(kind), f"{kind.__module__}.{kind.__qualname__}"
         self.ref = weakref.ref(module)
         self._owns_parameters = next(module.parameters(), None) is not None
         self.entries: dict[tuple[str, bool], ModuleEntry] = {}
@@ -105,59 +106,6 @@ class ModuleEntry:
         return _join(self.root.name, self.local)
 
 
-class TensorEntry:
-    """A parameter or buffer with its owner's entry and its own name in it."""
-
-    __slots__ = ("arrival", "kind", "name", "owner", "ref", "sites")
-
-    def __init__(self, tensor: Tensor, owner: ModuleEntry, name: str, kind: str) -> None:
-        self.ref = weakref.ref(tensor)
-        self.owner = owner
-        self.name = name
-        self.kind = kind
-        self.sites = SitesOfState(owner, kind, name)
-        self.arrival = Site("backward", owner, "grad", name)
-        """Where its gradients arrive."""
-
-
-class _Listed:
-    """The tensors that were found below the roots, good as long as no module holds another thing than then.
-
-    Keeps nothing alive.
-    """
-
-    def __init__(self, modules: list[nn.Module], pairs: list[tuple[TensorEntry, Tensor]]) -> None:
-        self._modules = [weakref.ref(module) for module in modules]
-        self._entries = [entry for entry, _ in pairs]
-        self._contents = _contents(modules)
-
-    def pairs(self) -> list[tuple[TensorEntry, Tensor]] | None:
-        """Return the tensors with their entries, None where something is another one."""
-        modules = [module for reference in self._modules if (module := reference()) is not None]
-        if len(modules) != len(self._modules) or _contents(modules) != self._contents:
-            return None
-        pairs = [(entry, tensor) for entry in self._entries if (tensor := entry.ref()) is not None]
-        return pairs if len(pairs) == len(self._entries) else None
-
-
-_parts = operator.attrgetter("_parameters", "_modules", "_buffers")
-_keys = operator.methodcaller("keys")
-_values = operator.methodcaller("values")
-
-
-def _contents(modules: list[nn.Module]) -> list[Any]:
-    """Return what tells whether modules hold what they held before: the names and the identities of it all.
-
-    Asked for twice a step, so all of it at once.
-    """
-    chained = itertools.chain.from_iterable
-    parts = list(chained(map(_parts, modules)))
-    contents: list[Any] = [*map(len, parts), *chained(map(_keys, parts)), *map(id, chained(map(_values, parts)))]
-    # Of buffers only floating ones are listed: one that is not could be followed by one that is, at its place.
-    contents += [None if buffer is None else buffer.dtype for buffer in chained(map(_values, parts[2::3]))]
-    return contents
-
-
 class Names:
     """All roots of a run, and the names of everything below them."""
 
@@ -168,8 +116,12 @@ class Names:
         self._modules: dict[int, ModuleEntry] = {}
         self._parameters: dict[int, TensorEntry] = {}
         self._history: list[ModuleEntry] = []
+        self._living: dict[ModuleEntry, ModuleEntry] = {}
+        self._labels: set[str] = set()
+        self._same: Counter[str] = Counter()
+        self._an_owner_is_gone = False
         self._frozen = False
-        self._listed: _Listed | None = None
+        self._listed: Listed | None = None
 
     def entry(self, module: nn.Module) -> ModuleEntry | None:
         """Return the module's entry, or None for a module that lies below no known root."""
@@ -184,16 +136,20 @@ class Names:
     def add_root(self, module: nn.Module, label: str) -> Root:
         """Name ``module`` and everything below it. ``label`` is made unique among the roots."""
         self._forget_the_dead()
-        taken = {root.label for root in self.roots}
-        unique = next(
-            name for name in (label, *(f"{label}_{n}" for n in range(2, len(taken) + 3))) if name not in taken
-        )
-        root = Root(module, unique, label)
+        root = Root(module, self._unique(label), label)
         self.roots.append(root)
         if self._frozen:
             root.prefix = self._prefix(root)
         self.refresh(root)
         return root
+
+    def _unique(self, label: str) -> str:
+        unique = label
+        while unique in self._labels:
+            self._same[label] += 1
+            unique = f"{label}_{self._same[label] + 1}"
+        self._labels.add(unique)
+        return unique
 
     def revive(self, module: nn.Module, label: str) -> bool:
         """Let ``module`` take the place of a root of its kind and label that is no more; say whether there was one.
@@ -201,9 +157,10 @@ class Names:
         A criterion that is made anew in each step is one root, not a thousand.
         """
         for root in self.roots:
-            if root.ref() is None and root.kind is type(module) and root.wanted == label:
+            if root.ref() is None and root.kind() is type(module) and root.wanted == label:
                 root.ref = weakref.ref(module)
-                self._forget_the_dead()
+                if len(root.entries) > 1 or root.owns_parameters:
+                    self._forget_the_dead()
                 self.refresh(root)
                 return True
         return False
@@ -211,9 +168,17 @@ class Names:
     def _forget_the_dead(self) -> None:
         """Let go of what is of no use once a module or parameter is gone: a run may train many models in a row."""
         self._parameters = {k: e for k, e in list(self._parameters.items()) if e.ref() is not None}
-        for entry in self._history:
+        for entry in list(self._living):
             if entry.ref() is None:
                 entry.sites.clear()
+                del self._living[entry]
+
+    def forget_the_gone(self) -> None:
+        """Let go of the roots whose place no other can take: their class, made for them alone, is no more either."""
+        gone = [root for root in self.roots if root.ref() is None and root.kind() is None]
+        if gone:
+            self.roots = [root for root in self.roots if root not in gone]
+            self._an_owner_is_gone = self._an_owner_is_gone or any(root.owns_parameters for root in gone)
 
     def refresh(self, root: Root) -> None:
         """Name what has been added below ``root`` since it was named."""
@@ -223,6 +188,8 @@ class Names:
             return
         for local, module in walk(top):
             entry = self.entry(module) or self._name(module, root, local)
+            for tensor in (*module._parameters.values(), *module._buffers.values()):
+                note(type(tensor))
             for name, parameter in module._parameters.items():
                 if parameter is not None and self.parameter(parameter) is None:
                     self._parameters[id(parameter)] = TensorEntry(parameter, entry, name, "param")
@@ -237,20 +204,23 @@ class Names:
             if self._modules.get(entry.key) is entry:
                 del self._modules[entry.key]
             entry.point_to(module)
-        self._modules[id(module)] = entry
+        self._modules[id(module)] = self._living[entry] = entry
         return entry
 
     def freeze(self) -> None:
         """Decide the prefixes: the only root that owns parameters goes without one."""
+        if self._frozen:
+            return
         owners = [root for root in self.roots if root.owns_parameters]
-        if self._frozen or not owners:
+        if not owners:
             return
         self._frozen = True
         for root in self.roots:
             root.prefix = "" if owners == [root] else root.label
 
     def _prefix(self, root: Root) -> str:
-        only = root.owns_parameters and not any(r.owns_parameters for r in self.roots if r is not root)
+        others = (other for other in self.roots if other is not root)
+        only = root.owns_parameters and not (self._an_owner_is_gone or any(r.owns_parameters for r in others))
         return "" if only else root.label
 
     def tensors(self) -> list[tuple[TensorEntry, Tensor]]:
@@ -259,7 +229,7 @@ class Names:
         if pairs is None:
             modules = [module for root in self.roots if (top := root.ref()) is not None for _, module in walk(top)]
             pairs = list(self._tensors_of(modules))
-            self._listed = _Listed(modules, pairs)
+            self._listed = Listed(modules, pairs)
         return pairs
 
     def _tensors_of(self, modules: list[nn.Module]) -> Iterator[tuple[TensorEntry, Tensor]]:
@@ -352,7 +322,8 @@ def _shapes(module: nn.Module) -> dict[str, str]:
     }
 
 
-_SOURCES: dict[type, tuple[str | None, int | None]] = {}
+# A class may be made for one model only, and what its methods hold is to go with it.
+_SOURCES: weakref.WeakKeyDictionary[type, tuple[str | None, int | None]] = weakref.WeakKeyDictionary()
 
 
 def _source_of(kind: type) -> tuple[str | None, int | None]:

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from gradtrace.capture.measures import Measure
+from gradtrace.capture.measures import Measure, within_doubles
+from gradtrace.capture.readable import once
 
 
 def numbers_of(values: Tensor) -> Tensor:
@@ -16,17 +17,18 @@ def numbers_of(values: Tensor) -> Tensor:
     A tensor without a finite element has min = +Inf and max = -Inf.
     """
     kind = number_type(values)
+    values, copies = once(values)
     finite = torch.isfinite(values)
     clean = torch.where(finite, values, 0)
     largest = clean.abs().amax().to(kind)
     scale = torch.where(largest > 0, largest, 1)
     numbers = (
-        torch.isnan(values).sum(),
-        torch.isposinf(values).sum(),
-        torch.isneginf(values).sum(),
+        torch.isnan(values).sum() * copies,
+        torch.isposinf(values).sum() * copies,
+        torch.isneginf(values).sum() * copies,
         torch.where(finite, values, math.inf).amin(),
         torch.where(finite, values, -math.inf).amax(),
-        torch.linalg.vector_norm(clean.to(kind) / scale) * scale,
+        torch.linalg.vector_norm(clean.to(kind) / scale) * scale * math.sqrt(copies),
     )
     return torch.stack([number.to(kind) for number in numbers])
 
@@ -44,7 +46,7 @@ def fill_from_row(measure: Measure, row: list[float]) -> None:
     measure.counts = (nan, posinf, neginf) if nan or posinf or neginf else None
     if row[3] <= row[4]:
         measure.min, measure.max = row[3], row[4]
-        measure.norm = None if math.isnan(row[5]) else row[5]
+        measure.norm = None if math.isnan(row[5]) else within_doubles(row[5])
     measure.pending = False
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.optim.optimizer as hooks
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,6 +22,7 @@ from gradtrace.capture.session import Session
 
 _scaler_step = Patch(torch.amp.GradScaler, "step")
 _scaler_scale = Patch(torch.amp.GradScaler, "scale")
+CLEARED = "optimizer's hooks cleared by the script (a step may have been counted to the next one)"
 _HOOKED_STEP = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 
 
@@ -44,18 +46,36 @@ class OptimizerWatch:
         self._after = session.guarded(after)
         self._on_scale = session.guarded(on_scale)
         self._on_scaled = session.guarded(on_scaled)
+        self._session = session
         self._handles: list[Any] = []
         self._scalers: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._scaler_count = 0
         self._thread = threading.local()
 
     def install(self) -> None:
         """Register the hooks."""
+        self._register()
+        _scaler_step.add(self._around_scaler)
+        _scaler_scale.add(self._around_scaling)
+
+    def _register(self) -> None:
         self._handles = [
             register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: self._begins(optimizer)),
             register_optimizer_step_post_hook(lambda optimizer, args, kwargs: self._ended(optimizer)),
         ]
-        _scaler_step.add(self._around_scaler)
-        _scaler_scale.add(self._around_scaling)
+
+    def look_after(self) -> None:
+        """Register the hooks anew where the script has cleared all of torch's, and say that a step may be missing."""
+        if not self._handles or self._are_in_place():
+            return
+        self._session.unmeasured[CLEARED] += 1
+        for handle in self._handles:
+            handle.remove()
+        self._register()
+
+    def _are_in_place(self) -> bool:
+        before, after = self._handles
+        return before.id in hooks._global_optimizer_pre_hooks and after.id in hooks._global_optimizer_post_hooks
 
     def remove(self) -> None:
         """Take the hooks off, unless one of them is asking for it: torch is going through them then."""
@@ -80,7 +100,7 @@ class OptimizerWatch:
         def step(scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
             scale = getattr(scaler, "_scale", None)
             if isinstance(scale, Tensor):
-                self._on_scale(self._scalers.setdefault(scaler, len(self._scalers)), scale)
+                self._on_scale(self._number_of(scaler), scale)
             self._thread.stepped = False
             result = original(scaler, optimizer, *args, **kwargs)
             # What is no optimizer of torch's has no hooks: whether it was skipped cannot be said.
@@ -90,6 +110,13 @@ class OptimizerWatch:
             return result
 
         return step
+
+    def _number_of(self, scaler: torch.amp.GradScaler) -> int:
+        """Return the scaler's number, which is no other's even when that one is gone."""
+        if scaler not in self._scalers:
+            self._scalers[scaler] = self._scaler_count
+            self._scaler_count += 1
+        return self._scalers[scaler]
 
     def _begins(self, optimizer: Optimizer) -> None:
         with self._inside_hook():

@@ -8,10 +8,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradtrace.capture.arrivals import Arrivals
+from gradtrace.capture.held import TensorEntry
 from gradtrace.capture.measures import Measure
-from gradtrace.capture.names import ModuleEntry, Root, TensorEntry
+from gradtrace.capture.names import ModuleEntry, Root
 from gradtrace.capture.session import Session, quiet
 from gradtrace.capture.sites import Paths, Site
+from gradtrace.capture.watch.tensors import versions
 
 _StateKey = tuple[ModuleEntry, str]
 
@@ -27,6 +29,7 @@ class ParameterWatch:
         self._rates: weakref.WeakKeyDictionary[Optimizer, tuple[int, Paths]] = weakref.WeakKeyDictionary()
         self._optimizer_count = 0
         self._known_bad: set[_StateKey] = set()
+        self._versions: list[int] = []
         self._of_known_models: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     # States -------------------------------------------------------------------------------------------------
@@ -95,14 +98,23 @@ class ParameterWatch:
                 if entry is not None and entry.owner.selected:
                     self.record_state("optimizer", entry, parameter)
 
+    def backward_begins(self) -> None:
+        """Note the parameters' versions, from which it is seen that an update has come that nobody has announced."""
+        self._versions = self._versions_now()
+
+    def have_changed(self) -> bool:
+        """Whether a parameter has been changed since the last backward pass began."""
+        return self._versions_now() != self._versions
+
+    def _versions_now(self) -> list[int]:
+        return versions(tensor for entry, tensor in self._session.names.tensors() if entry.kind == "param")
+
     def is_over(self, optimizer: Optimizer) -> bool:
         """Whether all models that ``optimizer`` has updated are gone, so that it will not step again."""
         return optimizer in self._of_known_models and not any(map(self._is_in_use, parameters_of(optimizer)))
 
     def _is_in_use(self, parameter: Tensor) -> bool:
-        entry = self._session.names.parameter(parameter)
-        module = None if entry is None else entry.owner.ref()
-        return entry is not None and module is not None and _parameter_of(module, entry.name) is parameter
+        return self._session.names.parameter(parameter) is not None
 
     def _owned_by_others(self, optimizer: Optimizer) -> set[int]:
         others = {id(p) for other in list(self._rates) if other is not optimizer for p in parameters_of(other)}
@@ -200,8 +212,3 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 def _state_key(entry: TensorEntry) -> _StateKey:
     return entry.owner, entry.name
-
-
-def _parameter_of(module: nn.Module, name: str) -> Tensor | None:
-    """Return a module's parameter; a scripted module's are in no dictionary."""
-    return next((parameter for key, parameter in module._parameters.items() if key == name), None)

@@ -8,6 +8,8 @@ from torch import Tensor
 INTEGER_TYPES = frozenset(
     {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64}
 )
+_WITH_KERNELS = {torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.float64}
+"""Types that hold the integers of those that have no kernels. A double rounds the largest, as the file does."""
 _SPARSE_VALUES = {
     torch.sparse_coo: Tensor._values,
     torch.sparse_csr: Tensor.values,
@@ -15,6 +17,16 @@ _SPARSE_VALUES = {
     torch.sparse_bsr: Tensor.values,
     torch.sparse_bsc: Tensor.values,
 }
+
+
+def is_floating(dtype: torch.dtype) -> bool:
+    """Whether values of the type can be NaN or infinite."""
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def is_number(dtype: torch.dtype) -> bool:
+    """Whether values of the type are numbers of any kind."""
+    return dtype.is_floating_point or dtype.is_complex or dtype in INTEGER_TYPES
 
 
 class Unmeasurable(Exception):
@@ -42,11 +54,10 @@ def values_of(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return _magnitudes(tensor)
     if tensor.is_floating_point():
-        # Eight-bit floats have no kernels of their own.
-        return tensor.float() if tensor.dtype.itemsize == 1 else tensor
+        return tensor if tensor.dtype.itemsize > 1 else _widened(tensor)
     if tensor.dtype in INTEGER_TYPES:
-        return tensor.long() if tensor.dtype.is_signed is False and tensor.dtype.itemsize > 1 else tensor
-    raise Unmeasurable(f"{str(tensor.dtype).removeprefix('torch.')} tensor")
+        return tensor.to(_WITH_KERNELS[tensor.dtype]) if tensor.dtype in _WITH_KERNELS else tensor
+    raise _no_numbers(tensor)
 
 
 def in_memory_order(values: Tensor) -> Tensor:
@@ -60,10 +71,34 @@ def in_memory_order(values: Tensor) -> Tensor:
     return ordered if ordered.is_contiguous() else values
 
 
+def once(values: Tensor) -> tuple[Tensor, int]:
+    """Return the elements without the copies that ``expand`` pretends there are, and how many of each there are."""
+    copies = 1
+    for dim, (stride, size) in enumerate(zip(values.stride(), values.shape, strict=True)):
+        if stride == 0 and size > 1:
+            values = values.narrow(dim, 0, 1)
+            copies *= size
+    return values, copies
+
+
 def _magnitudes(tensor: Tensor) -> Tensor:
     # In its own precision the magnitude of a finite element may be infinite.
-    own_precision = tensor.dtype is torch.complex128 or tensor.device.type == "mps"
-    return tensor.abs() if own_precision else tensor.to(torch.complex128).abs()
+    if tensor.dtype is not torch.complex128 and tensor.device.type != "mps":
+        return tensor.to(torch.complex128).abs()
+    magnitudes = tensor.abs()
+    is_finite = torch.isfinite(tensor.real) & torch.isfinite(tensor.imag)
+    return torch.where(is_finite, magnitudes.clamp(max=torch.finfo(magnitudes.dtype).max), magnitudes)
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    """Return eight-bit floats, which have no kernels of their own, as float32."""
+    if not str(tensor.dtype).startswith("torch.float8"):
+        raise _no_numbers(tensor)  # several numbers in a byte
+    return tensor.float()
+
+
+def _no_numbers(tensor: Tensor) -> Unmeasurable:
+    return Unmeasurable(f"{str(tensor.dtype).removeprefix('torch.')} tensor")
 
 
 def _plain(tensor: Tensor) -> Tensor:

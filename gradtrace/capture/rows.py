@@ -25,6 +25,9 @@ __all__ = ["Named", "Row", "RowBuffer", "Rows"]
 _MOST_SITES = 1_000
 """Of the sites that nobody else keeps; a run that trains many models one after the other has ever more."""
 
+_MATTERING = frozenset({"output", "loss", "grad", "buffer", "param", "loss_scale"})
+"""Tensors that the rules of incidents look at."""
+
 _counts = operator.attrgetter("counts")
 _is_pending = operator.attrgetter("pending")
 _tensor = operator.attrgetter("tensor")
@@ -113,6 +116,7 @@ class Rows:
             record_of(Row.of(seq, entry), step, rank)
             for seq, entry, found in zip(self.seqs, self.entries, counts, strict=True)
             if (found is not None or (entry[0].tensor == "loss_scale" and entry[3] is not NOTHING))
+            and entry[0].tensor in _MATTERING
             and entry[0].source is None
         ]
 

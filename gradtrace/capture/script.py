@@ -198,6 +198,8 @@ class _Ending:
     def _signal(self, number: int, _: FrameType | None) -> None:
         if signal.getsignal(number) != self._signal:
             return  # called by the script's own handler as its predecessor: without gradtrace it had none
+        for other in (*_DEADLY_SIGNALS, signal.SIGINT):  # one more must not end what is done because of this one
+            signal.signal(other, signal.SIG_IGN)
         try:
             self._on_signal(f"signal {signal.Signals(number).name}")
         finally:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
+import os
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
@@ -25,7 +26,10 @@ from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Captures
 from gradtrace.capture.sites import Named, Site
 from gradtrace.capture.statistics import Statistics
-from gradtrace.errors import GradtraceWarning, NonFiniteError
+from gradtrace.capture.subclasses import met, without_their_own_ways
+from gradtrace.capture.voice import warn
+from gradtrace.errors import CannotWriteError, NonFiniteError
+from gradtrace.trace.sent import let_pass, sent
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -37,6 +41,18 @@ _grad_mode = torch.is_grad_enabled
 _set_grad_mode = torch._C._set_grad_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
+
+
+sessions_in_progress: weakref.WeakSet[Session] = weakref.WeakSet()
+
+
+def _end_in_child() -> None:
+    """A forked child (a DataLoader's worker) records nothing; locks may be held there by nobody: touch none."""
+    for session in list(sessions_in_progress):
+        session.active = session.capturing = False
+
+
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 class Session:
@@ -63,6 +79,8 @@ class Session:
         self.statistics = statistics
         self.unmeasured: Counter[str] = Counter()
         self.failure: str | None = None
+        self.cannot_write = False
+        """Whether it was the place of the recording that failed, which has been said then."""
         self.on_failure: Callable[[], None] = lambda: None
         self.capturing = schedule.captures(clock.step)
         self.shield = shield
@@ -143,11 +161,17 @@ class Session:
         """Whether one look is enough to see that all elements of all tensors are finite. False says nothing."""
         try:
             return self.statistics.surely_finite(values)
-        except CANNOT_MEASURE:
+        except CANNOT_MEASURE as error:
+            let_pass(error)
             return False
 
     def cannot_measure(self, error: Exception) -> None:
-        """Count a tensor that could not be measured."""
+        """Count a tensor that could not be measured.
+
+        Raises:
+            Exception: the error is one of the script's own, of a signal's handler maybe.
+        """
+        let_pass(error)
         reason = str(error) if isinstance(error, Unmeasurable) else f"{type(error).__name__} while measuring"
         self.unmeasured[reason] += 1
 
@@ -163,10 +187,31 @@ class Session:
         if not self.active:
             return
         self.active = self.capturing = False
-        self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+        if isinstance(error, CannotWriteError):
+            self.cannot_write = True
+            self.failure, words = error.reason, str(error)
+        else:
+            self.failure = f"{type(error).__name__}: {error}".splitlines()[0]
+            words = f"recording stopped by an error of gradtrace's own ({self.failure}); the training goes on"
         with contextlib.suppress(Exception):
             self.on_failure()
-        warn(f"recording stopped by an error of gradtrace's own ({self.failure}); the training goes on")
+        warn(words)
+
+    def caught(self, error: BaseException, grad_mode: bool) -> None:
+        """Deal with an error that has come up in gradtrace's code, which was entered with this grad mode.
+
+        Raises:
+            NonFiniteError: the fuse, which was asked for.
+            BaseException: what a signal's handler of the script has raised in the middle of it, and the like.
+        """
+        if isinstance(error, NonFiniteError):
+            raise error
+        meant_for_script = sent(error)
+        if meant_for_script is None:
+            self.fail(error)
+            return
+        _set_grad_mode(grad_mode)  # a handler runs before an ``__exit__`` does anything, too
+        raise meant_for_script
 
     def guarded(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Return ``function`` with its errors turned into ``fail``; it does nothing once the session ended."""
@@ -176,24 +221,20 @@ class Session:
         # Without functools.wraps, which costs more than the rest: this runs for every hook of every call.
         def call(*args: P.args, **kwargs: P.kwargs) -> R | None:
             if self.active:
+                grad_mode = _grad_mode()
                 try:
                     if _cuda_in_use() and _is_capturing():
                         self.unmeasured[IN_CUDA_GRAPH] += 1
                         return None
+                    if met.any:
+                        with without_their_own_ways():
+                            return function(*args, **kwargs)
                     return function(*args, **kwargs)
-                except NonFiniteError:  # the fuse: asked for
-                    raise
-                except Exception as error:
-                    self.fail(error)
+                except BaseException as error:
+                    self.caught(error, grad_mode)
             return None
 
         return call
-
-
-def warn(message: str) -> None:
-    """Warn, and let nothing come of it: the user's filters may turn warnings into errors."""
-    with contextlib.suppress(Exception):
-        warnings.warn(message, GradtraceWarning, stacklevel=3)
 
 
 class quiet:
@@ -214,10 +255,14 @@ def be_quiet() -> Callable[[], object] | None:
 
     For what happens hundreds of times a step. To be followed by try and finally.
     """
-    if _dispatch_modes() or _function_modes():
+    if met.any or _dispatch_modes() or _function_modes():
         return _without_modes_and_grad()
     if _grad_mode():
-        _set_grad_mode(False)
+        try:
+            _set_grad_mode(False)
+        except BaseException:  # a signal's handler has raised: nobody has anything yet to undo it with
+            _set_grad_mode(True)
+            raise
         return _grad_mode_on
     return None
 

@@ -16,6 +16,11 @@ class Named(Protocol):
     def name(self) -> str | None: ...
 
 
+_MOST_PATHS = 10_000
+"""Of one kind of tensor of one owner; a path may hold a key that is another one in each step."""
+_MOST_REMARKS = 64
+"""Of one site; a graph may be gone through any number of times, and the remark says which time it is."""
+
 Source = tuple[Any, str | None, int | None]
 """Of an operation's row: its name, which is asked for when the step ends, and file and line in the user's code."""
 
@@ -43,9 +48,11 @@ class Site:
         self._remarked: dict[str, Site] = {}
 
     def remarked(self, detail: str) -> Site:
-        """Return the same site with a remark. A run has few different ones."""
+        """Return the same site with a remark."""
         site = self._remarked.get(detail)
         if site is None:
+            if len(self._remarked) >= _MOST_REMARKS:
+                self._remarked.clear()
             site = self._remarked[detail] = Site(self.phase, self.owner, self.tensor, self.path, detail, self.source)
         return site
 
@@ -62,6 +69,8 @@ class Paths(dict[str, Site]):
         self._tensor = tensor
 
     def __missing__(self, path: str) -> Site:
+        if len(self) >= _MOST_PATHS:
+            self.clear()
         site = self[path] = Site(self._phase, self._owner, self._tensor, path)
         return site
 

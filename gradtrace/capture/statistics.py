@@ -21,6 +21,7 @@ from gradtrace.capture import on_device, on_host
 from gradtrace.capture.fused import FusedBuffer, Row, fetch
 from gradtrace.capture.measures import Kind, Measure
 from gradtrace.capture.readable import INTEGER_TYPES, Unmeasurable, values_of
+from gradtrace.trace.sent import let_pass
 
 __all__ = ["Measure", "Statistics", "Unmeasurable"]
 
@@ -64,14 +65,16 @@ class Statistics:
         """
         try:
             version = tensor._version
-        except RuntimeError:  # an inference tensor has none
+        except RuntimeError as error:  # an inference tensor has none
+            let_pass(error)
             return self.measure(tensor)
         key = id(tensor)
         known = self._seen.get(key)
         if known is not None and known[1] == version and known[0]() is tensor:
             return known[2]
         measure = self.measure(tensor)
-        self._seen[key] = (_reference(tensor), version, measure)
+        if not isinstance(tensor, torch.nn.Parameter):  # a weak reference would be in the way of swap_tensors
+            self._seen[key] = (_reference(tensor), version, measure)
         return measure
 
     def known(self, tensor: Tensor) -> Measure | None:
@@ -90,7 +93,8 @@ class Statistics:
         """
         try:
             kind = self._kinds.get((type(tensor), tensor.layout, tensor.dtype, tensor.shape, tensor.device))
-        except RuntimeError:  # a nested tensor has no shape
+        except RuntimeError as error:  # a nested tensor has no shape
+            let_pass(error)
             kind = None
         if kind is None or not kind.is_quick:
             return self._measure_values(tensor, values_of(tensor))
@@ -103,7 +107,7 @@ class Statistics:
         kind = self._kind_of(tensor, values)
         if kind.numel == 0:
             return Measure(kind)
-        is_integer = values.dtype in INTEGER_TYPES
+        is_integer = tensor.dtype in INTEGER_TYPES
         if self.waits(values):
             measure = Measure(kind)
             measure.pending = True
@@ -150,7 +154,7 @@ class Statistics:
             Unmeasurable: see ``measure``.
         """
         values = values_of(tensor)
-        if values.numel() == 0 or values.dtype in INTEGER_TYPES:
+        if values.numel() == 0 or tensor.dtype in INTEGER_TYPES:
             return True
         is_flat = values.dtype is torch.float32 and values.dim() == 1
         if math.isfinite((torch.dot(values, values) if is_flat else values.sum()).item()):

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradtrace.capture import interception
 from gradtrace.capture.calls import _inside_backward
 from gradtrace.capture.clock import Belongs
 from gradtrace.capture.log import StepLog
@@ -26,6 +27,7 @@ _MOST_ROWS = 100_000
 """A step with more rows than this (a long evaluation is part of the step in flight) is written in pieces."""
 _MOST_WAITING = 20_000
 """An evaluation on an accelerator waits for the device after so many measures: there is no backward to do it."""
+REPLACED = "step without a module call: the script has replaced nn.Module.__call__"
 _NEVER_FIRED = "gradient never arrived (output unused, or changed in place)"
 
 
@@ -55,6 +57,7 @@ class Steps:
         self._may_wait = True
         self._lock = threading.RLock()
         session.clock.is_over = parameters.is_over
+        session.clock.weights_changed = parameters.have_changed
         session.clock.on_backward = self._backward_starts
 
     # What the parts report -----------------------------------------------------------------------------------
@@ -86,6 +89,8 @@ class Steps:
         if accumulating:
             self._watch.pass_resolved(self._parameters.arrivals)
             self._passes.backward_ended(error)
+        if len(self._session.rows) > _MOST_ROWS:  # of one graph that is gone through again and again
+            self._write_piece(self._passes.in_incident)
 
     def loss_scale(self, number: int, scale: Tensor) -> None:
         """A GradScaler is about to step an optimizer."""
@@ -133,6 +138,7 @@ class Steps:
         """An optimizer is about to step, or has been skipped."""
         self._parameters.optimizer_begins(optimizer)
         if not skipped:
+            self._session.clock.optimizer_begins()
             self._watch.update_begins()
         if not skipped and not _inside_backward():
             self._passes.optimizer_begins()
@@ -172,6 +178,8 @@ class Steps:
         fired = self._never_fired()
         if fired:
             session.unmeasured[_NEVER_FIRED] += fired
+        if session.clock.saw_no_call and not interception.is_in_place():
+            session.unmeasured[REPLACED] += 1
         if self._may_wait and not session.clock.backward_in_step and session.statistics.waiting:
             self._resolve()
         in_incident = self._passes.step_ends()
@@ -241,6 +249,8 @@ class Steps:
             self._watch.updated()
 
     def _backward_starts(self) -> None:
+        if self._session.clock.awaits_first_tick:
+            self._parameters.backward_begins()
         if self._session.capturing or self._session.clock.steps_in_backward:
             self._parameters.arrivals.watch()
         else:

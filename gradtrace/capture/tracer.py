@@ -9,15 +9,13 @@ import contextlib
 import os
 import platform
 import uuid
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import nn
 
 import gradtrace
 from gradtrace.capture import interception
@@ -33,13 +31,16 @@ from gradtrace.capture.launch import Launch
 from gradtrace.capture.log import StepLog
 from gradtrace.capture.loss.lines import LossLines
 from gradtrace.capture.loss.watch import LossWatch
-from gradtrace.capture.names import Names, unwrapped
+from gradtrace.capture.models import Models, named
+from gradtrace.capture.names import ModuleEntry, Names, unwrapped
 from gradtrace.capture.operations.op_steps import OpRow, OpSteps
 from gradtrace.capture.optimizers import OptimizerWatch
 from gradtrace.capture.options import Engine, Mode, Options
+from gradtrace.capture.own_frames import OwnFrames
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.recheck.capsule import capsule_path, clear_the_way
 from gradtrace.capture.recheck.capsule_watch import CapsuleWatch
+from gradtrace.capture.recursion import StackRoom
 from gradtrace.capture.replay.agreement import Agreement
 from gradtrace.capture.replay.alarm import OnNonFinite, Watchman
 from gradtrace.capture.replay.kept import Keeper
@@ -47,29 +48,18 @@ from gradtrace.capture.replay.passes import Passes
 from gradtrace.capture.replay.rerun import Replayer
 from gradtrace.capture.rows import RowBuffer
 from gradtrace.capture.schedule import Schedule
-from gradtrace.capture.session import Session, warn
+from gradtrace.capture.session import Session, sessions_in_progress
 from gradtrace.capture.statistics import Statistics
 from gradtrace.capture.steps import Steps
+from gradtrace.capture.voice import warn
 from gradtrace.capture.watch.baseline import Baseline
 from gradtrace.capture.watch.step import StepWatch
 from gradtrace.capture.watch.triggers import Triggers, WatchSchedule
 from gradtrace.errors import CaptureError
-from gradtrace.trace.runinfo import RunInfo
+from gradtrace.printable import shell_word
+from gradtrace.trace.runinfo import STOPPED, RunInfo
 from gradtrace.trace.secrets import masked
 from gradtrace.trace.writer import RunWriter
-
-Models = nn.Module | Mapping[str, nn.Module] | None
-
-_recording: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _end_in_child() -> None:
-    """A forked child (a DataLoader's worker) records nothing; locks may be held there by nobody: touch none."""
-    for session in list(_recording):
-        session.active = session.capturing = False
-
-
-os.register_at_fork(after_in_child=_end_in_child)
 
 
 class Tracer:
@@ -160,7 +150,7 @@ class Tracer:
             versions={"python": platform.python_version(), "torch": str(torch.__version__)},
             config=options.config(),
         )
-        self._models = _named(models)
+        self._models = named(models)
         self._build(options, Statistics(on_device=_on_device))
 
     def _build(self, options: Options, statistics: Statistics) -> None:
@@ -170,7 +160,7 @@ class Tracer:
         self._compilation = compilation
         rows = RowBuffer(self.info.rank)
         session = self._session = Session(names, schedule, clock, rows, statistics, compilation.shield)
-        session.on_failure = self._detach
+        session.on_failure = self._give_up
         self._graph = GraphGradients(session)
         self._hooks = ModuleHooks(session) if options.engine == "hooks" else None
         self._parameters = ParameterWatch(session)
@@ -185,7 +175,7 @@ class Tracer:
         self._calls = Calls(
             session,
             self._loss,
-            lambda *call: self._steps.outermost_call(*call),
+            self._outermost_call,
             discover=not self._models,
             keeper=keeper if options.keeps_passes else None,
             look_at_state=self._parameters.look_at_state,
@@ -207,7 +197,7 @@ class Tracer:
             replays=options.replays,
             on_nonfinite=options.on_nonfinite,
             agreement=Agreement(keeper, session.is_finite),
-            verdict_command=lambda: f"gradtrace first-nan {self.path}",
+            verdict_command=lambda: f"gradtrace first-nan {shell_word(str(self.path))}",
             watch=self._watch,
         )
         passes = Passes(session.rows, keeper, watchman, self._loss, self._capsule)
@@ -219,8 +209,13 @@ class Tracer:
         self._optimizers = OptimizerWatch(
             session, steps.optimizer_begins, steps.optimizer_stepped, steps.loss_scale, steps.loss_scaled
         )
+        self._installed: list[_Installed] = [StackRoom(), self._backward, OwnFrames(), self._optimizers, compilation]
+        if self._lines is not None:
+            self._installed.append(self._lines)
+        if self._capsule is not None:
+            self._installed.append(self._capsule.batches)
         self._log: StepLog | None = None
-        _recording.add(session)
+        sessions_in_progress.add(session)
 
     def _step_watch(self, options: Options, schedule: Schedule | WatchSchedule) -> StepWatch:
         baseline = None
@@ -256,13 +251,8 @@ class Tracer:
                 self._hooks.register(root, self._calls)
         else:
             interception.add(self._observer)
-        if self._capsule is not None:
-            self._capsule.batches.install()
-        self._backward.install()
-        if self._lines is not None:
-            self._lines.install()
-        self._optimizers.install()
-        self._compilation.install()
+        for part in self._installed:
+            part.install()
         self._session.guarded(self._steps.step_begins)()
         return self
 
@@ -288,24 +278,33 @@ class Tracer:
         log, session = self._log, self._session
         if log is None or log.closed or os.getpid() != self._process:
             return
-        session.guarded(self._steps.end_at_once if quickly else self._steps.end)()
-        session.guarded(log.complete_info)()
+        try:
+            session.guarded(self._steps.end_at_once if quickly else self._steps.end)()
+            session.guarded(log.complete_info)()
+            if session.failure is not None:
+                with contextlib.suppress(Exception):  # said already
+                    log.complete_info()
+        finally:  # one more Ctrl-C may come in the midst of it
+            session.active = session.capturing = False
+            self._models = {}
+            if not quickly:  # what a signal has interrupted may hold a lock, and all is over anyway
+                self._detach()
         if session.failure is not None:
-            with contextlib.suppress(Exception):  # said already
-                log.complete_info()
-        session.active = session.capturing = False
-        self._models = {}
-        if not quickly:  # what a signal has interrupted may hold a lock, and all is over anyway
-            self._detach()
-        if session.failure is not None:
-            end = f"tracer failed: {session.failure}"
+            end = f"{STOPPED}{session.failure}"
         modules = session.names.all_modules()
         notes = self._compilation.note(list(self._calls.compiled), modules), scripted_note(modules)
         self.info.notes += [note for note in notes if note is not None]
         try:
             log.close(end, quickly=quickly)
         except Exception as error:
-            warn(f"the recording could not be finished: {error}; what was recorded until then can be read")
+            if not session.cannot_write:
+                warn(log.unfinished(error))
+
+    def _give_up(self) -> None:
+        """The recording ends before the training does."""
+        self._detach()
+        if self._log is not None:
+            self._log.stopped(f"{STOPPED}{self._session.failure}")
 
     def _detach(self) -> None:
         with contextlib.ExitStack() as undo:  # goes on when one of them fails
@@ -314,17 +313,16 @@ class Tracer:
             undo.callback(self._calls.drop)
             undo.callback(self._keeper.drop)
             undo.callback(self._loss.step_ended)
-            if self._capsule is not None:
-                undo.callback(self._capsule.batches.remove)
             undo.callback(self._op_steps.step_ends)
-            if self._lines is not None:
-                undo.callback(self._lines.remove)
-            undo.callback(self._compilation.remove)
-            undo.callback(self._optimizers.remove)
-            undo.callback(self._backward.remove)
+            for part in self._installed:
+                undo.callback(part.remove)
             undo.callback(interception.remove, self._observer)
             if self._hooks is not None:
                 undo.callback(self._hooks.remove)
+
+    def _outermost_call(self, entry: ModuleEntry, evaluating: bool, goes_on: Callable[[], bool]) -> None:
+        self._optimizers.look_after()
+        self._steps.outermost_call(entry, evaluating, goes_on)
 
     def _step_begins(self, step: int) -> None:
         self._op_steps.step_begins(step)
@@ -366,6 +364,16 @@ class Tracer:
         return self._log.writer.moved_to if self._log is not None else None
 
     @property
+    def in_one_file(self) -> bool:
+        """Whether the recording is finished; else it stands in its parts."""
+        return self._log is not None and self._log.writer.in_one_file
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether what was recorded is still where it was written to."""
+        return self._log is not None and (self.in_one_file or self._log.writer.is_in_place)
+
+    @property
     def bytes_written(self) -> int:
         """Size of the recording in bytes."""
         return self._log.writer.bytes_written if self._log is not None else 0
@@ -379,15 +387,12 @@ class Tracer:
         self._session.guarded(self._steps.by_hand)(number)
 
 
-def _named(models: Models) -> dict[str, nn.Module]:
-    if models is None:
-        return {}
-    if isinstance(models, nn.Module):
-        return {type(models).__name__: models}
-    wrong: list[Any] = [name for name, model in models.items() if not isinstance(model, nn.Module)]
-    if wrong:
-        raise CaptureError(f"{wrong[0]!r} is no nn.Module; pass the model, or a mapping of names to models")
-    return dict(models)
+class _Installed(Protocol):
+    """What stands in for something of torch's or Python's while a recording runs."""
+
+    def install(self) -> None: ...
+
+    def remove(self) -> None: ...
 
 
 def _now() -> datetime:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -120,7 +122,7 @@ def test_only_the_first_incident_is_saved(session: Session, watch: CapsuleWatch,
             "c.pt",
             "the step takes 8.87 KiB, more than the limit of 100 bytes",
         ),  # 4000, weights 24, rng 5056
-        (torch.ones(1), 2**30, "nowhere/c.pt", "[Errno 2] No such file or directory: "),
+        (torch.ones(1), 2**30, "nowhere/c.pt", "the directory is gone: removed, moved or replaced"),
     ],
 )
 def test_what_is_in_the_way_is_said_and_not_raised(
@@ -131,6 +133,24 @@ def test_what_is_in_the_way_is_said_and_not_raised(
     kept = keep(nn.Linear(2, 2), argument)
     said = watch.incident([kept], loss, [loss])
     assert said is not None and said.startswith(f"no capsule is saved: {words}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_capsule_that_the_disk_does_not_take_is_said_in_words(
+    session: Session, watch: CapsuleWatch, tmp_path: Path
+) -> None:
+    """torch has words of its own for a write that the kernel refuses, which name neither the disk nor why."""
+    loss = row_of(session, "loss", torch.tensor(NAN))
+    kept = called(watch, "model", torch.ones(1, 2))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        said = watch.incident([kept], loss, [loss])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert said == "no capsule is saved: a file has reached the largest size that is allowed (ulimit -f)"
     assert not list(tmp_path.iterdir())
 
 

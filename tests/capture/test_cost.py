@@ -95,7 +95,7 @@ def test_a_record_takes_a_handful_of_calls(traced: tuple[Training, Tracer]) -> N
     training, tracer = traced
     rows = rows_of(tracer, training.step)
     assert rows == 2 + 4 * LAYERS + 2 + 4 * LAYERS - 1 + 4 * LAYERS + 2 - 1
-    assert own_calls_of(training.step) < 22 * rows
+    assert own_calls_of(training.step) < 23 * rows
 
 
 def test_calls_grow_no_faster_than_records(tmp_path: Path) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
-import types
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradtrace.capture.tracer import Tracer
+from gradtrace.errors import GradtraceWarning
+from tests.live_objects import live
 
 STEPS = 200
 
@@ -56,19 +57,6 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net()
     return model, torch.optim.SGD(model.parameters(), lr=0.01)
-
-
-def live() -> Counter[str]:
-    """Count what there is by type: tensors, nodes of graphs, and objects, functions and hooks of gradtrace's."""
-    kinds: Counter[str] = Counter()
-    for thing in gc.get_objects():
-        kind = type(thing)
-        owner = thing.func if kind is functools.partial else thing if kind is types.FunctionType else kind
-        if "Backward" in kind.__name__ or str(getattr(owner, "__module__", "")).startswith("gradtrace"):
-            kinds[kind.__name__] += 1
-        elif issubclass(kind, Tensor):
-            kinds["Tensor"] += 1
-    return kinds
 
 
 def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -120,6 +108,56 @@ def test_nothing_grows_from_step_to_step(tracer: Tracer, step: Callable[..., Non
         if number in (STEPS // 2, STEPS - 1):
             counts.append(live())
     assert counts[1] - counts[0] == Counter()
+
+
+@pytest.mark.parametrize("step", [trained, forward_only, evaluated, failing])
+def test_a_step_leaves_nothing_more_to_the_garbage_collector(tmp_path: Path, step: Callable[..., None]) -> None:
+    def left() -> int:
+        model, optimizer = build()
+        for number in range(25):
+            if number == 5:  # what torch imports with the first steps
+                gc.collect()
+            step(model, optimizer)
+        return gc.collect()
+
+    unrecorded = left()  # torch's own checkpoint leaves something
+    with Tracer(None, tmp_path / "run.parquet"):
+        assert left() == unrecorded
+
+
+def test_a_replay_leaves_no_batch_to_the_garbage_collector(tracer: Tracer) -> None:
+    model, optimizer = build()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", GradtraceWarning)
+        for _ in range(2):  # the first has torch import things
+            gc.collect()
+            batch = torch.randn(3, 4)
+            batch[0, 0] = torch.nan
+            dead = weakref.ref(batch)
+            optimizer.zero_grad()
+            model(batch)["logits"].square().mean().backward()
+            del batch
+            optimizer.zero_grad()
+            optimizer.step()
+    left = {type(thing).__name__ for thing in gc.get_objects()}
+    assert dead() is None
+    assert not left & {"Kept", "Rerun", "_Stage", "BackwardNodes"}
+
+
+def test_a_class_that_was_made_for_one_model_is_not_kept(tmp_path: Path) -> None:
+    with Tracer(None, tmp_path / "run.parquet") as tracer:
+        classes = []
+        for number in range(6):
+            kind = type(f"Net{number % 3}", (Net,), {})
+            classes.append(weakref.ref(kind))
+            model = kind()
+            trained(model, torch.optim.SGD(model.parameters(), lr=0.01))
+            del kind, model
+            gc.collect()
+        assert [reference() for reference in classes] == [None] * 6
+        assert len(tracer._session.names.roots) == 1  # the last one's, until the step after it ends
+    names = {module.name.partition(".")[0] for module in tracer.info.modules if module.root}
+    assert names == {"", *(f"model_{number}" for number in range(2, 7))}
 
 
 def test_outputs_losses_and_graphs_die_when_the_script_drops_them(tracer: Tracer) -> None:

@@ -588,6 +588,23 @@ def test_a_deadly_signal_while_threads_are_awaited_is_told(tmp_path):
     assert outcome.code == -signal.SIGTERM
 
 
+SIGNALLED_AGAIN = """
+import os, signal
+from gradtrace.capture.script import Script, run_script
+def told(how):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        os.kill(os.getpid(), number)
+    print("told", how, flush=True)
+run_script(Script("script.py"), on_end=told, on_signal=told)
+"""
+
+
+def test_more_signals_do_not_interrupt_what_is_done_because_of_the_first(tmp_path):
+    (tmp_path / "script.py").write_text("import os, signal, time; os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)")
+
+    assert run([sys.executable, "-c", SIGNALLED_AGAIN], tmp_path) == (-signal.SIGTERM, "told signal SIGTERM\n", "")
+
+
 def test_an_interrupt_is_told_as_the_end(tmp_path):
     events, outcome = told(WAITS, tmp_path, number=signal.SIGINT)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -52,7 +53,8 @@ def reference(values: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     if not finite.size:
         return (*counts, None, None, None)
     largest = np.abs(finite).max()
-    norm = largest * np.sqrt(np.square(finite / largest).sum()) if largest else 0.0
+    with np.errstate(over="ignore"):  # beyond all doubles it is the largest of them
+        norm = min(largest * np.sqrt(np.square(finite / largest).sum()), sys.float_info.max) if largest else 0.0
     return (*counts, finite.min(), finite.max(), norm)
 
 

@@ -21,6 +21,7 @@ from gradtrace.capture.loss.values import Known, Values
 from gradtrace.capture.operations.births import Birth
 from gradtrace.capture.session import Session, quiet
 from gradtrace.capture.statistics import Measure, Unmeasurable
+from gradtrace.trace.sent import let_pass
 
 
 def nothing_known(edge: Edge) -> Known:
@@ -95,6 +96,7 @@ class LossCode:
                 edge, measure = next(iter(bad.items()))
                 finding.term = failing_term(edge, values, is_nan=measure.nan > 0)
             except Exception as error:  # the graph of somebody's own making; the rest of the capture goes on
+                let_pass(error)
                 session.unmeasured[f"{type(error).__name__} while looking into the loss code"] += 1
                 return None
         return finding
@@ -104,7 +106,8 @@ class LossCode:
             edge = start_of(tensor)
             try:
                 measure = self._session.statistics.measure_once(tensor)
-            except (Unmeasurable, RuntimeError, TypeError):
+            except (Unmeasurable, RuntimeError, TypeError) as error:
+                let_pass(error)
                 continue
             if edge is not None and not measure.pending and not measure.finite:
                 yield edge, measure

@@ -11,15 +11,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.fx.traceback
 
 from gradtrace.capture.operations.stacks import brief_stack
+from gradtrace.capture.own_frames import format_stack
 from gradtrace.capture.patching import Patch
 
 _set = Patch(torch, "set_anomaly_enabled")
 _is_enabled = Patch(torch, "is_anomaly_enabled")
 _checks_nan = Patch(torch, "is_anomaly_check_nan_enabled")
-_format_stack = Patch(torch.fx.traceback, "format_stack")
 
 _switch: Callable[[bool, bool], None] = torch._C.set_anomaly_enabled  # torch.autograd's classes would warn
 _enabled: Callable[[], bool] = torch._C.is_anomaly_enabled
@@ -44,7 +43,7 @@ class LossLines:
         _set.add(self._around_set)
         _is_enabled.add(self._around_is_enabled)
         _checks_nan.add(self._around_checks_nan)
-        _format_stack.add(self._around_format_stack)
+        format_stack.add(self._around_format_stack)
 
     def remove(self) -> None:
         """End the loss code, and leave nothing but the user's setting."""
@@ -52,7 +51,7 @@ class LossLines:
         _set.remove(self._around_set)
         _is_enabled.remove(self._around_is_enabled)
         _checks_nan.remove(self._around_checks_nan)
-        _format_stack.remove(self._around_format_stack)
+        format_stack.remove(self._around_format_stack)
 
     @property
     def noting(self) -> bool:

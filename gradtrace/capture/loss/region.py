@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradtrace.capture.graph import Edge, edge_of
+from gradtrace.trace.sent import let_pass
 
 LIMIT = 20_000
 """Nodes of a loss that is looked at; a double backward has as many as the model itself."""
@@ -29,7 +30,8 @@ def start_of(output: Any) -> Edge | None:
         return output.node, output.output_nr
     try:
         return edge_of(output) if isinstance(output, Tensor) and output.grad_fn is not None else None
-    except RuntimeError:  # a view that torch gives up, since its base was changed in place
+    except RuntimeError as error:  # a view that torch gives up, since its base was changed in place
+        let_pass(error)
         return None
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from gradtrace.capture.graph import Edge, edge_of
 from gradtrace.capture.loss.ops import Operator, evaluate, operator_of
 from gradtrace.capture.loss.region import is_leaf
+from gradtrace.trace.sent import let_pass
 
 _MOST_READ = 2**32
 """Elements of one loss whose finiteness is looked at."""
@@ -219,7 +220,8 @@ class Values:
         try:
             # Changed in place, it is the value at another edge by now.
             return value.detach() if value is not None and is_plain(value) and edge_of(value) == edge else None
-        except RuntimeError:
+        except RuntimeError as error:
+            let_pass(error)
             return None
 
 
@@ -235,7 +237,8 @@ def _edges(node: Any) -> list[Edge | None]:
 def _keep(kept: dict[Edge, Tensor], tensor: Tensor) -> None:
     try:
         edge = edge_of(tensor)
-    except RuntimeError:  # a view whose base was changed in place
+    except RuntimeError as error:  # a view whose base was changed in place
+        let_pass(error)
         return
     if edge is not None:
         kept.setdefault(edge, tensor)
@@ -253,7 +256,8 @@ def saved_values(node: Any) -> Iterator[tuple[str, Any]]:
             # The user's hooks may bring it back from a disk, or compute it again.
             if all(r is None or r.unpack_hook is None for r in raws):
                 yield name, getattr(node, attribute)
-        except (RuntimeError, AttributeError):  # changed in place since, or freed
+        except (RuntimeError, AttributeError) as error:  # changed in place since, or freed
+            let_pass(error)
             continue
 
 

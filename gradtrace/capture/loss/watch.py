@@ -24,14 +24,33 @@ from gradtrace.capture.replay.kept import Callers, callers, lines_of
 from gradtrace.capture.session import Session
 from gradtrace.trace.confirmation import SourceLine
 
+_MOST_CALLS = 1_000
+"""So many outermost calls of a step are told apart, and so many outputs; a step may have any number."""
+
 
 class _Thread(threading.local):
     """The outermost calls of one thread's step: where their nodes are, and what they returned."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the step."""
         self.inside: list[Interval] = []
         self.outputs: list[weakref.ref[Tensor]] = []
         self.finite: dict[tuple[int, int], bool] = {}
+
+    def add(self, interval: Interval, heads: list[Tensor]) -> None:
+        """Take the numbers of a call's nodes, if it has any, and its outputs."""
+        half = _MOST_CALLS // 2
+        if interval[0] < interval[1]:
+            self.inside.append(interval)
+        if len(self.inside) > _MOST_CALLS:  # the older ones become one: what lies between them is no loss code any more
+            self.inside[:half] = [(self.inside[0][0], self.inside[half - 1][1])]
+            self.finite = {edge: finite for edge, finite in self.finite.items() if edge[0] >= self.inside[1][0]}
+        self.outputs += map(weakref.ref, heads)
+        if len(self.outputs) > _MOST_CALLS:
+            self.outputs = [reference for reference in self.outputs if reference() is not None][-half:]
 
 
 class LossWatch:
@@ -76,8 +95,7 @@ class LossWatch:
 
     def _note(self, frame: Frame, heads: list[Tensor]) -> None:
         thread = self._thread
-        thread.inside.append((frame.start, sequence_number()))
-        thread.outputs += map(weakref.ref, heads)
+        thread.add((frame.start, sequence_number()), heads)
         thread.finite.update(self._finite(heads))
 
     # Backward -----------------------------------------------------------------------------------------------
@@ -155,8 +173,6 @@ class LossWatch:
         self._pass_began = ()
         self._code.drop()
         self._finding = None
-        self._thread.inside.clear()
-        self._thread.outputs.clear()
-        self._thread.finite.clear()
+        self._thread.clear()
         if self._lines is not None:
             self._lines.end()

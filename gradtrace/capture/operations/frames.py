@@ -12,11 +12,11 @@ import torch
 import gradtrace
 from gradtrace.trace.confirmation import SourceLine
 
-_PACKAGE = os.path.dirname(os.path.abspath(gradtrace.__file__)) + os.sep
+PACKAGE = os.path.dirname(os.path.abspath(gradtrace.__file__)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-NOT_THE_USERS = (_TORCH, _PACKAGE, "<frozen ")
+NOT_THE_USERS = (_TORCH, PACKAGE, "<frozen ")
 """How the names of files begin whose code is torch's, gradtrace's, or of Python's own import system."""
-RUNNER = os.path.join(_PACKAGE, "capture", "script.py")
+RUNNER = os.path.join(PACKAGE, "capture", "script.py")
 """Runs the user's script: the frames further out than its own are the command line's."""
 
 

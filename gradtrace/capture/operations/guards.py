@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gradtrace.capture.operations.dispatch import has_own_dispatch, redispatch
 from gradtrace.capture.operations.frames import user_lines
 from gradtrace.capture.operations.schemas import Named, Traits, tensors_of, traits_of
+from gradtrace.trace.sent import let_pass
 
 _COMMUNICATION = ("c10d", "symm_mem", "_dtensor")
 
@@ -36,7 +37,8 @@ def storage_of(tensor: Tensor) -> int | None:
     """Return what identifies a tensor's memory while it lives; None where it has none of its own."""
     try:
         number: int = tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
+    except (RuntimeError, NotImplementedError) as error:
+        let_pass(error)
         return None
     return number
 

@@ -20,6 +20,7 @@ from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.operations.births import MOST, Birth, Operand
 from gradtrace.capture.operations.stacks import stack_of
 from gradtrace.capture.operations.values import Judge
+from gradtrace.trace.sent import let_pass
 
 ModuleOf = Callable[[int], "tuple[ModuleEntry, int] | None"]
 Gradients = Sequence[Tensor | None]
@@ -153,6 +154,7 @@ def _is_plain(raw: Any) -> bool:
 def _unpacked(node: Any, attribute: str) -> Tensor | None:
     try:
         value = getattr(node, attribute)
-    except RuntimeError:  # changed in place since
+    except RuntimeError as error:  # changed in place since
+        let_pass(error)
         return None
     return value if isinstance(value, Tensor) else None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from gradtrace.capture.operations.frames import NOT_THE_USERS, RUNNER
+from gradtrace.capture.operations.frames import NOT_THE_USERS, PACKAGE, RUNNER
 from gradtrace.trace.confirmation import SourceLine
 
 Notes = tuple[Sequence[str], ...]
@@ -64,6 +64,14 @@ def brief_stack() -> list[str]:
         frame = frame.f_back
     frames.reverse()
     return frames
+
+
+def without_own_frames(formatted: Sequence[str]) -> list[str]:
+    """Return a formatted stack without gradtrace's frames and without those that run the script."""
+    files = [match["file"] if (match := _FRAME.match(frame)) else "" for frame in formatted]
+    runner = max((place for place, file in enumerate(files) if file == RUNNER), default=-1)
+    pairs = list(zip(formatted, files, strict=True))[runner + 1 :]
+    return [frame for frame, file in pairs if not file.startswith(PACKAGE)]
 
 
 def _users_lines(formatted: Sequence[str]) -> tuple[SourceLine, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor
 from gradtrace.capture.operations.guards import storage_of
 from gradtrace.capture.session import quiet
 from gradtrace.capture.statistics import Measure, Statistics, Unmeasurable
+from gradtrace.trace.sent import let_pass
 
 Kinds = frozenset[str]
 """Which of NaN, Infinity and -Infinity there are."""
@@ -63,7 +64,8 @@ class Judge:
         try:
             with quiet():
                 return self._statistics.measure(value)
-        except (Unmeasurable, RuntimeError, TypeError, NotImplementedError):
+        except (Unmeasurable, RuntimeError, TypeError, NotImplementedError) as error:
+            let_pass(error)
             return None
 
     def _look(self, tensor: Tensor) -> Kinds:
@@ -71,7 +73,8 @@ class Judge:
             with quiet():
                 if self._statistics.all_finite(tensor):
                     return FINITE
-        except (Unmeasurable, RuntimeError, TypeError, NotImplementedError):
+        except (Unmeasurable, RuntimeError, TypeError, NotImplementedError) as error:
+            let_pass(error)
             return FINITE
         measure = self.measure(tensor)
         if measure is None:

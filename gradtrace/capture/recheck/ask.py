@@ -104,12 +104,14 @@ def recheck(
         if not answer.exists():
             ended = f"signal {-code}" if code < 0 else f"exit {code}"
             raise CapsuleError(f"{plan.target} ended the process ({ended}) before anything could be checked")
-        return _read(json.loads(answer.read_text()))
+        return _read(json.loads(answer.read_text(encoding="utf-8")))
 
 
 def _check_file(capsule: str | os.PathLike[str]) -> None:
     if not os.path.exists(capsule):
         raise RunNotFoundError(f"no such capsule: {os.fspath(capsule)}")
+    if not os.path.isfile(capsule):  # to look into a pipe would take for ever
+        raise CapsuleError(f"{os.fspath(capsule)} is no file")
     if not zipfile.is_zipfile(capsule):
         raise CapsuleError(f"{os.fspath(capsule)} is no capsule of gradtrace")
 

@@ -12,7 +12,8 @@ import pickletools
 import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ import gradtrace
 from gradtrace.capture.recheck.batches import LoaderFacts
 from gradtrace.capture.recheck.storages import compact, stored_bytes
 from gradtrace.errors import CapsuleError, RunNotFoundError
+from gradtrace.trace.checking import misfit
 
 FORMAT = 1
 # 1  first version
@@ -119,12 +121,29 @@ def save(path: str | os.PathLike[str], capsule: Capsule, limit: int) -> int:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(_open_private(temporary), "wb") as file:
-            torch.save(compact(document), file)
+            _save(compact(document), file)
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     return target.stat().st_size
+
+
+def _save(document: Any, file: BinaryIO) -> None:
+    """Let torch write; where the disk takes no more, torch's own error does not say so."""
+    refused: list[OSError] = []
+
+    def write(data: bytes) -> int:
+        try:
+            return file.write(data)
+        except OSError as error:
+            refused.append(error)
+            raise
+
+    try:
+        torch.save(document, cast(BinaryIO, SimpleNamespace(write=write, flush=file.flush)))
+    except RuntimeError as error:
+        raise refused[0] if refused else error from None
 
 
 def load(path: str | os.PathLike[str]) -> Capsule:
@@ -135,25 +154,69 @@ def load(path: str | os.PathLike[str]) -> Capsule:
         CapsuleError: it is no capsule, or a newer gradtrace or torch wrote it.
     """
     try:
+        _demand_intact(path)
         document = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise RunNotFoundError(f"no such capsule: {path}") from None
-    except (PermissionError, IsADirectoryError) as error:
+    except CapsuleError:
+        raise
+    except OSError as error:
         raise CapsuleError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:  # torch has many words for a file that it cannot read
         raise CapsuleError(_unreadable(path, error)) from None
     if not isinstance(document, dict) or document.get("mark") != _MARK:
         raise CapsuleError(f"{path} is no capsule of gradtrace")
-    if document["format"] > FORMAT:
+    version = document.get("format")
+    if type(version) is int and version > FORMAT:
         raise CapsuleError(
-            f"{path} is of capsule format {document['format']} (gradtrace {document['gradtrace_version']}); "
+            f"{path} is of capsule format {version} (gradtrace {document.get('gradtrace_version')}); "
             f"this gradtrace reads up to {FORMAT}: upgrade gradtrace"
         )
-    known = {f.name for f in dataclasses.fields(Capsule)}
-    values = {key: value for key, value in document.items() if key in known}
-    values["models"] = [ModelState(**state) for state in document["models"]]
-    values["loader"] = None if document["loader"] is None else LoaderFacts(**document["loader"])
+    try:
+        if type(version) is not int:
+            raise ValueError(f"its format is {version!r}")
+        return _from(document)
+    except ValueError as error:
+        raise CapsuleError(f"{path} is a damaged capsule: {error}; record the failing step again") from None
+
+
+def _from(document: dict[str, Any]) -> Capsule:
+    """Return the capsule that ``save`` made a document of.
+
+    Raises:
+        ValueError: it is none; the message names what is wrong.
+    """
+    values = _fields(Capsule, document)
+    values["models"] = [ModelState(**_fields(ModelState, state)) for state in document["models"]]
+    if not values["models"]:
+        raise ValueError("it has no model")
+    if values["loader"] is not None:
+        values["loader"] = LoaderFacts(**_fields(LoaderFacts, values["loader"]))
     return Capsule(**values)
+
+
+def _fields(kind: type[Any], document: dict[Any, Any]) -> dict[str, Any]:
+    names = [one.name for one in dataclasses.fields(kind)]
+    missing = next((name for name in names if name not in document), None)
+    if missing is not None:
+        raise ValueError(f"it has no {missing}")
+    values = {name: document[name] for name in names}
+    wrong = misfit(kind, values)
+    if wrong is not None:
+        raise ValueError(f"its {wrong} is not what it should be")
+    return values
+
+
+def _demand_intact(path: str | os.PathLike[str]) -> None:
+    """Compare the file with its checksums, which torch does not do.
+
+    Raises:
+        CapsuleError: it is no file that ``torch.save`` wrote, or it is damaged.
+        OSError: it cannot be read.
+    """
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise CapsuleError(f"{path} is damaged: {damaged} in it is not what was written; copy it again")
 
 
 def _open_private(path: Path) -> int:
@@ -169,9 +232,16 @@ def _unreadable(path: str | os.PathLike[str], error: Exception) -> str:
         name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
         strings = [argument for _, argument, _ in pickletools.genops(archive.read(name)) if isinstance(argument, str)]
     if _MARK not in strings:
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            if file.read(2) == b"PK":
+                return f"{path} is no capsule of gradtrace, or it is cut off or damaged; copy it again"
         return f"{path} is no capsule of gradtrace"
     writer = strings[strings.index("torch_version") + 1] if "torch_version" in strings[:-1] else "another torch"
-    reason = " ".join(str(error).split())[:120]
+    # torch's first words are how to load it all the same, which is what nobody should do.
+    lines = [line.strip() for line in str(error).splitlines()]
+    reason = next((line for line in lines if "unsupported" in line.lower()), lines[0] if lines else "")[:120]
+    if writer == str(torch.__version__):
+        return f"{path} holds what no capsule does, and nothing of it was loaded: {reason}"
     return (
         f"{path} was written with torch {writer}, which torch {torch.__version__} cannot read ({reason}): upgrade torch"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -13,6 +12,9 @@ from gradtrace.capture.recheck.contents import KeptCall, capsule_of
 from gradtrace.capture.rows import Row
 from gradtrace.capture.session import Session
 from gradtrace.errors import CapsuleError
+from gradtrace.printable import shell_word
+from gradtrace.trace.sent import let_pass
+from gradtrace.trace.trouble import in_words
 
 DEFAULT_LIMIT = 2**30
 
@@ -28,16 +30,16 @@ class CapsuleWatch:
         self._session = session
         self._path = path
         self._limit = limit
-        self._numbers: list[tuple[weakref.ref[KeptCall], int]] = []
+        self._steps = 0
         self._done = False
 
     def call_begins(self, kept: KeptCall) -> None:
         """A root call has been kept."""
-        self._numbers.append((weakref.ref(kept), self.batches.call_begins(id(kept.entry))))
+        kept.number_in_step = self._steps, self.batches.call_begins(id(kept.entry))
 
     def step_ended(self) -> None:
         """Let go of the step's batch."""
-        self._numbers.clear()
+        self._steps += 1
         self.batches.forget()
 
     def incident(self, calls: Sequence[KeptCall], first: Row, rows: Iterable[Row]) -> str | None:
@@ -55,10 +57,12 @@ class CapsuleWatch:
             path = self._path()
             size = save(path, self._capsule(calls, first, rows), self._limit)
         except (CapsuleError, OSError) as reason:
-            return f"no capsule is saved: {reason}"
+            let_pass(reason)
+            return f"no capsule is saved: {in_words(reason) if isinstance(reason, OSError) else reason}"
         except (MemoryError, RuntimeError) as error:  # out of memory, of a device's too
+            let_pass(error)
             return f"no capsule is saved: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        again = f"gradtrace recheck {path.name} SCRIPT"
+        again = f"gradtrace recheck {shell_word(path.name)} SCRIPT"
         return (
             f"the failing step is saved beside the run in {path.name} ({size_in_words(size)}); after the mend: {again}"
         )
@@ -84,7 +88,8 @@ class CapsuleWatch:
         )
 
     def _number_of(self, kept: KeptCall) -> int:
-        return next((number for reference, number in self._numbers if reference() is kept), 0)
+        step, number = kept.number_in_step
+        return number if step == self._steps else 0
 
 
 def _root_of(row: Row) -> Root | None:

@@ -28,6 +28,8 @@ class _HasRoot(Protocol):
 class KeptCall(Protocol):
     """What a capsule takes from a kept root call; ``kept.Kept`` is one."""
 
+    number_in_step: tuple[int, int]
+
     @property
     def entry(self) -> _HasRoot: ...
     @property
@@ -100,22 +102,25 @@ def capsule_of(
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Put generators back as a capsule has them, as far as they are here: devices and numpy may not be."""
+    """Put generators back as a capsule has them, as far as they are here: devices and numpy may not be.
+
+    Raises:
+        CapsuleError: that is no state of a generator.
+    """
     now = Rng.now()
-    devices = tuple(state["devices"])
-    there = torch.cuda.is_available() and torch.cuda.device_count() == len(devices)
-    numpy = state["numpy"] if now.numpy is not None else None
-    Rng(state["cpu"], devices if there else (), numpy, state["python"]).restore()
+    try:
+        devices = tuple(state["devices"])
+        there = torch.cuda.is_available() and torch.cuda.device_count() == len(devices)
+        numpy = state["numpy"] if now.numpy is not None else None
+        Rng(state["cpu"], devices if there else (), numpy, state["python"]).restore()
+    except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as error:
+        now.restore()
+        raise CapsuleError(f"the capsule's random numbers cannot be put back: {error}; it is damaged") from None
 
 
 def name_below(top: nn.Module, module: nn.Module) -> str:
     """Return the name of a module below a root, '' for the root itself and for its wrappers."""
     return next((name for name, other in walk(top) if other is module), "")
-
-
-def kind_name(kind: type) -> str:
-    """Return a class's name as a capsule has it."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def tensors_of(top: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
@@ -145,7 +150,7 @@ def _walk_all(top: nn.Module) -> Iterable[tuple[str, nn.Module]]:
 def _state_of(root: Root, copies: Mapping[int, Tensor]) -> ModelState:
     top = root.ref()
     if top is None:
-        return ModelState(root.label, kind_name(root.kind), {}, {}, {}, {})
+        return ModelState(root.label, root.type_name, {}, {}, {}, {})
 
     def plain(tensors: dict[str, Tensor], what: str) -> dict[str, Tensor]:
         before = {name: copies.get(id(tensor), tensor) for name, tensor in tensors.items()}
@@ -154,7 +159,7 @@ def _state_of(root: Root, copies: Mapping[int, Tensor]) -> ModelState:
     weights, buffers, hidden = tensors_of(top)
     return ModelState(
         root.label,
-        kind_name(root.kind),
+        root.type_name,
         plain(weights, "parameter"),
         plain(buffers, "buffer"),
         plain(hidden, "buffer"),

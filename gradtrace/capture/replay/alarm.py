@@ -19,13 +19,20 @@ from gradtrace.capture.replay.filling import fill_in
 from gradtrace.capture.replay.kept import Keeper
 from gradtrace.capture.replay.rerun import Outcome, Replayer
 from gradtrace.capture.rows import Named, Row, record_of
-from gradtrace.capture.session import Session, warn
+from gradtrace.capture.session import Session
+from gradtrace.capture.voice import warn
 from gradtrace.capture.watch.step import StepWatch
 from gradtrace.errors import NonFiniteError
 from gradtrace.trace.confirmation import Confirmation
 from gradtrace.trace.incident import IncidentFinder, looks_like_mask
 
 OnNonFinite = Literal["continue", "stop"]
+
+_MOST_SAID = 20
+"""Of a run that fails again and again, so many incidents are said when they are noticed; all are recorded."""
+_THE_LAST = "; more incidents will be recorded without a word"
+_MOST_TOLERATED = 10_000
+"""Paths may be others in each step."""
 
 _Key = tuple[Named | None, str, str]
 
@@ -87,7 +94,8 @@ class Watchman:
         self._verdict_command = verdict_command
         self._made: dict[_Key, int] = {}
         self._tolerated: set[_Key] = set()
-        self._step_from = 0
+        self._said = 0
+        self._step_from = self._looked_until = 0
         self._alarm: Alarm | None = None
         """That of the step in flight."""
         self._skipped = False
@@ -131,14 +139,11 @@ class Watchman:
         """Raise the alarm if there is an incident that none was raised for; say whether there is."""
         if not self.is_suspicious:
             return False
-        names, step = self._session.names, self._session.clock.likely_step
-        bad = self._bad_rows_here()
-        roots = {root.name for root in names.roots}
-        records = [record_of(row, step, 0) for row in bad]
-        reached = tuple(IncidentFinder(roots).reached_before_update(records, skipped=skipped))
-        if not reached:
+        if not self._reached(self._new_bad_rows(), skipped):
             return False
-        names.freeze()
+        step, bad = self._session.clock.likely_step, self._bad_rows_here()
+        reached = self._reached(bad, skipped)
+        self._session.names.freeze()
         is_fatal = "grad" in reached and not skipped
         first, outcome = self._first(bad), None
         if self._watch.is_on:
@@ -151,6 +156,14 @@ class Watchman:
         self._confirm(first, outcome or self._replay(first, is_fatal=is_fatal))
         return True
 
+    def _reached(self, bad: Sequence[Row], skipped: bool) -> tuple[str, ...]:
+        """Return which of output, loss and grad these rows say to be non-finite, where it matters."""
+        if not bad:
+            return ()
+        step, roots = self._session.clock.likely_step, {root.name for root in self._session.names.roots}
+        records = [record_of(row, step, 0) for row in bad]
+        return tuple(IncidentFinder(roots).reached_before_update(records, skipped=skipped))
+
     def _see_in_full(self, first: Row, *, is_fatal: bool) -> Outcome:
         """Replay a step that was only watched, and give it the rows that it would have left."""
         self._watch.look_at_weights()
@@ -162,7 +175,9 @@ class Watchman:
 
     def _say(self, alarm: Alarm) -> None:
         self._event("incident", alarm.text)
-        warn(alarm.text)
+        self._said += 1
+        if self._said <= _MOST_SAID:
+            warn(alarm.text + (_THE_LAST if self._said == _MOST_SAID else ""))
 
     def _stop(self) -> None:
         alarm = self._alarm
@@ -176,7 +191,7 @@ class Watchman:
         """Rows are about to be written; what was non-finite in a healthy step is tolerated later."""
         bad = self._bad_rows() if self._session.statistics.saw_nonfinite else []
         self._weights_were_bad = any(row.tensor == "param" for row in bad)
-        if self._alarm is None:
+        if self._alarm is None and len(self._tolerated) < _MOST_TOLERATED:
             self._tolerated |= {_key(row) for row in bad}
         self._session.statistics.saw_nonfinite = False
         self._step_from = self._session.rows.position
@@ -187,18 +202,25 @@ class Watchman:
         self._lasting, self._alarm, self._skipped = self._alarm is not None, None, False
 
     def _bad_rows(self) -> list[Row]:
-        rows = self._session.rows.between(self._step_from)
-        return [
-            row
-            for row in rows
-            if row.tensor != "grad_norm" and row.source is None and row.measure is not None
-            if not (row.pending or row.measure.finite)
-        ]
+        return list(filter(_is_bad, self._session.rows.between(self._step_from)))
+
+    def _new_bad_rows(self) -> list[Row]:
+        """Return the rows that are yet to be judged: a step of many passes would have the same ones judged over again.
+
+        What is not known yet, or belongs to another thread, is to be judged later.
+        """
+        end = self._session.rows.position
+        rows = self._session.rows.between(max(self._step_from, self._looked_until))
+        if not self._keeper.roots_elsewhere:
+            self._looked_until = next((row.seq for row in rows if row.pending), end)
+        return self._here(list(filter(_is_bad, rows)))
 
     def _bad_rows_here(self) -> list[Row]:
+        return self._here(self._bad_rows())
+
+    def _here(self, rows: list[Row]) -> list[Row]:
         """Leave out what another thread is in the middle of: it is looked at when its pass has ended."""
         elsewhere = self._keeper.roots_elsewhere
-        rows = self._bad_rows()
         return [row for row in rows if row.owner and _root_of(row) not in elsewhere] if elsewhere else rows
 
     def _first(self, bad: Sequence[Row]) -> Row:
@@ -271,6 +293,14 @@ class Watchman:
 def _came_in(row: Row) -> bool:
     """Whether a gradient arrived finite here: another rank has made the value, or the script's own code."""
     return row.tensor == "grad" and row.phase == "optimizer"
+
+
+def _is_bad(row: Row) -> bool:
+    """Whether a tensor of the run's own is known not to be finite."""
+    measure = row.measure
+    if measure is None or row.tensor == "grad_norm" or row.source is not None:
+        return False
+    return not (measure.pending or measure.finite)
 
 
 def _root_of(row: Row) -> Any:

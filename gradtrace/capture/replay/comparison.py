@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gradtrace.capture.rows import Row
 from gradtrace.capture.statistics import Measure
 
 
@@ -56,3 +57,21 @@ def any_difference(recorded: Iterable[Seen], replayed: Iterable[Seen], *, all_of
 def same_number(one: Tensor, other: Tensor) -> bool:
     """Whether two sums are the same number; NaN is NaN."""
     return bool(torch.equal(one, other)) or bool(one.isnan() and other.isnan())
+
+
+def forward_of(rows: Sequence[Row]) -> list[Seen]:
+    """Return what was seen on the way forward."""
+    return _seen(rows, ("input", "forward"), ("input", "output"))
+
+
+def backward_of(rows: Sequence[Row]) -> list[Seen]:
+    """Return what was seen on the way back."""
+    return _seen(rows, ("backward",), ("grad_output", "grad_input"))
+
+
+def _seen(rows: Sequence[Row], phases: tuple[str, ...], tensors: tuple[str, ...]) -> list[Seen]:
+    return [
+        Seen.of(row.owner, row.tensor, row.path, row.measure)
+        for row in rows
+        if row.phase in phases and row.tensor in tensors and row.measure is not None
+    ]

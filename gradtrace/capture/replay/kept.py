@@ -10,16 +10,16 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils._pytree import SUPPORTED_NODES, _get_node_type
 
 from gradtrace.capture.boundaries import is_computed, tensors_in_arguments
 from gradtrace.capture.names import ModuleEntry, Root, walk
@@ -28,6 +28,7 @@ from gradtrace.capture.replay.rng import Rng
 from gradtrace.capture.rows import Row, RowBuffer
 from gradtrace.capture.session import quiet
 from gradtrace.trace.confirmation import SourceLine
+from gradtrace.trace.sent import let_pass
 
 MOST_CALLS = 32
 """A pass with more root calls than this (a cell called once a time step) is not replayed."""
@@ -87,6 +88,8 @@ class Kept:
     """The paths of the arguments that were computed with a graph."""
     backward_from: int = 0
     cut_off: bool = False
+    number_in_step: tuple[int, int] = (-1, 0)
+    """A count of the run's steps, and the number of this call among those of its module since the batch came."""
     thread: int = field(default_factory=threading.get_ident)
     gradients: dict[str, Tensor] = field(default_factory=dict)
     trouble: str | None = None
@@ -136,6 +139,25 @@ class Kept:
         return None
 
 
+class _Copy:
+    """A copy of a large buffer, good as long as that has its memory and its version.
+
+    The buffer is known by its memory, since ``swap_tensors`` refuses a tensor to which there is a weak reference.
+    """
+
+    __slots__ = ("_memory", "_version", "values")
+
+    def __init__(self, buffer: Tensor) -> None:
+        self._memory = StorageWeakRef(buffer.untyped_storage())  # type: ignore[no-untyped-call]
+        self._version = buffer._version
+        self.values = buffer.detach().clone()
+
+    def is_of(self, buffer: Tensor) -> bool:
+        """Whether the buffer is still as it was copied."""
+        is_same = self._memory.cdata == buffer.untyped_storage()._cdata  # nobody else's as long as it is referred to
+        return is_same and self._version == buffer._version
+
+
 class Keeper:
     """Keeps the root calls of the pass in flight; ``drop`` lets them go."""
 
@@ -150,7 +172,7 @@ class Keeper:
         """Why a call of the pass in flight was not kept."""
         self._modules: weakref.WeakKeyDictionary[Root, tuple[int, list[weakref.ref[nn.Module]]]]
         self._modules = weakref.WeakKeyDictionary()
-        self._copies: MutableMapping[Tensor, tuple[int, Tensor]] = WeakTensorKeyDictionary()
+        self._copies: weakref.WeakKeyDictionary[Root, dict[int, _Copy]] = weakref.WeakKeyDictionary()
 
     @property
     def calls(self) -> list[Kept]:
@@ -181,9 +203,10 @@ class Keeper:
         modules = self._modules_of(entry.root, known)
         with quiet():
             try:
-                kept_args, kept_kwargs = tree_map(_alias, args), tree_map(_alias, kwargs)
+                kept_args, kept_kwargs = _aliases(args), _aliases(kwargs)
                 found = tensors_in_arguments(kept_args, kept_kwargs)
             except Exception as error:  # containers may be of the user's own making
+                let_pass(error)
                 self.refused = f"{type(error).__name__} while looking into an argument of the model"
                 return None
             kept = Kept(
@@ -195,7 +218,7 @@ class Keeper:
                 Rng.now(quickly=True),
                 tuple(_autocast_state()),
                 [(m, m.training) for m in modules],
-                self._copies_of_buffers(modules),
+                self._copies_of_buffers(entry.root, modules),
                 [(part, dict(part)) for m in modules for part in (m._parameters, m._buffers)],
                 module.__dict__.get("forward"),
                 callers(),
@@ -276,21 +299,22 @@ class Keeper:
             cached = self._modules[root] = known, [weakref.ref(module) for module in found]
         return [module for reference in cached[1] if (module := reference()) is not None]
 
-    def _copies_of_buffers(self, modules: Iterable[nn.Module]) -> dict[int, Tensor]:
+    def _copies_of_buffers(self, root: Root, modules: Iterable[nn.Module]) -> dict[int, Tensor]:
         copies: dict[int, Tensor] = {}
+        known, large = self._copies.get(root, {}), {}
         for module in modules:
             for buffer in module._buffers.values():
-                if buffer is not None and id(buffer) not in copies and not nn.parameter.is_lazy(buffer):
-                    copies[id(buffer)] = self._copy_of(buffer)
+                key = id(buffer)
+                if buffer is None or key in copies or nn.parameter.is_lazy(buffer):
+                    continue
+                if buffer.numel() <= _ALWAYS_COPIED or buffer.is_inference():
+                    copies[key] = buffer.detach().clone()
+                    continue
+                copy = known.get(key)
+                large[key] = copy = copy if copy is not None and copy.is_of(buffer) else _Copy(buffer)
+                copies[key] = copy.values
+        self._copies[root] = large
         return copies
-
-    def _copy_of(self, buffer: Tensor) -> Tensor:
-        if buffer.numel() <= _ALWAYS_COPIED or buffer.is_inference():
-            return buffer.detach().clone()
-        known = self._copies.get(buffer)
-        if known is None or known[0] != buffer._version:
-            known = self._copies[buffer] = buffer._version, buffer.detach().clone()
-        return known[1]
 
 
 def _active_reducer() -> DistributedDataParallel | None:
@@ -299,11 +323,25 @@ def _active_reducer() -> DistributedDataParallel | None:
     return found if found is not None and found.require_backward_grad_sync else None
 
 
+def _aliases(value: Any) -> Any:
+    """Return the same arguments with an alias of each tensor, as ``tree_map`` does it.
+
+    That one leaves a cycle of a function and its own closure behind at each call, which only the garbage collector
+    takes away.
+    """
+    kind = SUPPORTED_NODES.get(_get_node_type(value))
+    if kind is None:
+        return _alias(value)
+    parts, context = kind.flatten_fn(value)
+    return kind.unflatten_fn([_aliases(part) for part in parts], context)
+
+
 def _alias(value: Any) -> Any:
     """Return a tensor without its history; it shares values and version with the original."""
     if not isinstance(value, Tensor) or isinstance(value, nn.Parameter):
         return value
-    return value.detach().requires_grad_(value.requires_grad)
+    alias = value.detach().requires_grad_(value.requires_grad)
+    return alias if type(alias) is type(value) else alias.as_subclass(type(value))
 
 
 def _versions(modules: Iterable[nn.Module], found: Iterable[tuple[str, Tensor]]) -> list[tuple[Tensor, int]]:
@@ -312,7 +350,8 @@ def _versions(modules: Iterable[nn.Module], found: Iterable[tuple[str, Tensor]])
     tensors += [p for p in parameters if not nn.parameter.is_lazy(p)]
     try:
         return [(tensor, tensor._version) for tensor in tensors]
-    except RuntimeError:  # an inference tensor has no version
+    except RuntimeError as error:  # an inference tensor has no version
+        let_pass(error)
         return [(tensor, tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 

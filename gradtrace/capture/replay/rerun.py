@@ -28,13 +28,20 @@ from gradtrace.capture.clock import Clock
 from gradtrace.capture.coverage import not_counted
 from gradtrace.capture.frame import Frame
 from gradtrace.capture.graph import sequence_number
+from gradtrace.capture.held import TensorEntry
 from gradtrace.capture.interception import Call, Observer
-from gradtrace.capture.names import ModuleEntry, TensorEntry
+from gradtrace.capture.names import ModuleEntry
 from gradtrace.capture.operations.births import Birth
 from gradtrace.capture.operations.guards import Guard, Memory, Refused
 from gradtrace.capture.operations.nodes import AnomalySays, BackwardNodes, anomaly_says
 from gradtrace.capture.operations.operators import ForwardOps
-from gradtrace.capture.replay.comparison import Seen, any_difference, first_difference, same_number
+from gradtrace.capture.replay.comparison import (
+    any_difference,
+    backward_of,
+    first_difference,
+    forward_of,
+    same_number,
+)
 from gradtrace.capture.replay.kept import Keeper, Kept, callers, lines_of
 from gradtrace.capture.replay.undo import swapped_buffers, undone
 from gradtrace.capture.rows import Row, RowBuffer
@@ -42,6 +49,7 @@ from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.session import Session, quiet
 from gradtrace.capture.sharding import sharding
 from gradtrace.trace.confirmation import Confirmation, SourceLine
+from gradtrace.trace.sent import let_pass
 
 
 @dataclass
@@ -101,10 +109,14 @@ class Replayer:
         except (torch.OutOfMemoryError, MemoryError):
             return Outcome(Confirmation("not_replayed", "out of memory"))
         except Exception as error:
+            let_pass(error)
             words = f"{type(error).__name__}: {error}".splitlines()[0]
             return Outcome(Confirmation("not_replayed", f"running it again failed: {words}"), stage.births)
-        said = stage.confirmation()
-        return Outcome(said, stage.births, seen=stage.seen if said.status == "reproduced" else [])
+        else:
+            said = stage.confirmation()
+            return Outcome(said, stage.births, seen=stage.seen if said.status == "reproduced" else [])
+        finally:
+            vars(stage).clear()  # it is in a cycle with what watches it, which is to hold neither model nor batch
 
 
 def _obstacle(kept: Sequence[Kept], dropped: int) -> str | None:
@@ -209,9 +221,9 @@ class _Stage:
         self, kept: Kept, recorded: Sequence[Row], seen: Sequence[Row], outputs: Found
     ) -> str | None:
         if kept.totals is None and self._ran_compiled:
-            return any_difference(_forward(recorded), _forward(seen), all_of_it=False)
+            return any_difference(forward_of(recorded), forward_of(seen), all_of_it=False)
         if kept.totals is None:
-            return first_difference(_forward(recorded), _forward(seen))
+            return first_difference(forward_of(recorded), forward_of(seen))
         for path, value in outputs:
             total = kept.totals.get(path)
             if total is not None and not same_number(total, self._session.statistics.total(value)):
@@ -298,9 +310,9 @@ class _Stage:
     def _difference_in_backward(self) -> str | None:
         if any(run.kept.totals is not None for run in self.seen):
             return None  # nothing was recorded of the way from the loss to the gradients
-        replayed = _backward(self._session.rows.between(0))
+        replayed = backward_of(self._session.rows.between(0))
         owners = {row.owner.root for row in replayed}
-        recorded = _backward(self._recorded.between(self._backward_from or 0))
+        recorded = backward_of(self._recorded.between(self._backward_from or 0))
         expected = [row for row in recorded if row.owner.root in owners]
         return any_difference(expected, replayed, all_of_it=not (self._is_cut_off or self._ran_compiled))
 
@@ -381,19 +393,3 @@ def _below(lines: tuple[SourceLine, ...], births: list[Birth], without: int = 0)
     """Put the lines that led to the original call above those inside of the replayed one."""
     for birth in births:
         birth.traceback = (*lines, *birth.traceback[without:])
-
-
-def _forward(rows: Sequence[Row]) -> list[Seen]:
-    return _seen(rows, ("input", "forward"), ("input", "output"))
-
-
-def _backward(rows: Sequence[Row]) -> list[Seen]:
-    return _seen(rows, ("backward",), ("grad_output", "grad_input"))
-
-
-def _seen(rows: Sequence[Row], phases: tuple[str, ...], tensors: tuple[str, ...]) -> list[Seen]:
-    return [
-        Seen.of(row.owner, row.tensor, row.path, row.measure)
-        for row in rows
-        if row.phase in phases and row.tensor in tensors and row.measure is not None
-    ]

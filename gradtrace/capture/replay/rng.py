@@ -55,8 +55,8 @@ _last_numpy: tuple[bytes, Any] = (b"", None)
 def _numpy_state(quickly: bool) -> Any:
     """Return the state of numpy's global generator, None where numpy has not been imported."""
     global _last_numpy
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
+    numpy, module = sys.modules.get("numpy"), sys.modules.get("numpy.random.mtrand")
+    if numpy is None or not hasattr(module, "_rand"):  # not imported, or half: an import may have been interrupted
         return None
     generator = numpy.random.mtrand._rand._bit_generator
     if not quickly or type(generator).__name__ != "MT19937":

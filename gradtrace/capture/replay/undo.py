@@ -1,9 +1,9 @@
 """Runs something on the user's modules such that nothing of it shows afterwards.
 
-Put back are: the generators, the attributes of the modules (also what was put into their plain lists, dicts and
-sets), which buffers and parameters they hold, anomaly mode and grad mode. Warnings that the second run would
-repeat are not shown, and the user's filters are not touched. What is written into tensors in place is not undone
-here: the replay refuses to do it.
+Put back are: the generators (also those of the script's own that a module can reach), the attributes of the modules
+(also what was put into their plain lists, dicts and sets), which buffers and parameters they hold, anomaly mode and
+grad mode. Warnings that the second run would repeat are not shown, and the user's filters are not touched. What is
+written into tensors in place is not undone here: the replay refuses to do it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
+from gradtrace.capture.replay.generators import kept_states
 from gradtrace.capture.replay.kept import Held
 from gradtrace.capture.replay.rng import Rng
+from gradtrace.capture.subclasses import with_their_own_ways
 
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
@@ -38,9 +41,16 @@ def undone(modules: Iterable[nn.Module]) -> Iterator[None]:
             torch.is_anomaly_enabled(),
             torch.is_anomaly_check_nan_enabled(),
         )
-        for module in modules:
+        all_modules = list(modules)
+        for restore in kept_states(all_modules):
+            stack.callback(restore)
+        for module in all_modules:
             stack.callback(_keep(module))
         stack.enter_context(_hushed())
+        stack.enter_context(with_their_own_ways())
+        if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            # The user's own hooks on saved tensors are not to be called once more; of several only the last are.
+            stack.enter_context(saved_tensors_hooks(torch.Tensor.detach, lambda tensor: tensor))
         yield
 
 

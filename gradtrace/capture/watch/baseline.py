@@ -15,6 +15,7 @@ import pyarrow.parquet as pq
 from gradtrace.errors import NoMatchError, NotARunError, RunNotFoundError
 from gradtrace.trace.parts import INFO_FILE, parts_of
 from gradtrace.trace.runinfo import METADATA_KEY, ModuleInfo, RunInfo
+from gradtrace.trace.schema import LARGE_FOOTERS
 
 
 class Baseline:
@@ -110,8 +111,9 @@ def _of_directory(directory: Path, rank: int) -> RunInfo:
 
 def _of_file(path: Path) -> RunInfo:
     try:
-        metadata = pq.read_schema(path).metadata or {}
-    except pa.ArrowInvalid:
+        with pq.ParquetFile(path, **LARGE_FOOTERS) as file:
+            metadata = file.schema_arrow.metadata or {}
+    except pa.ArrowException:
         raise NotARunError(f"{path} is not a Parquet file") from None
     except OSError as error:
         raise NotARunError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -123,7 +125,7 @@ def _of_file(path: Path) -> RunInfo:
 def _of_parts(directory: Path) -> RunInfo:
     file = directory / INFO_FILE
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes()
     except FileNotFoundError:
         raise NotARunError(f"{directory.with_suffix('')} is no whole run: {file} is missing") from None
     except OSError as error:

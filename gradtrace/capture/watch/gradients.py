@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradtrace.capture.names import TensorEntry
+from gradtrace.capture.held import TensorEntry
 from gradtrace.capture.session import CANNOT_MEASURE, Session, quiet
 from gradtrace.capture.statistics import Measure
 from gradtrace.capture.watch.tensors import Pairs, WatchedTensors, by_device, versions

@@ -17,13 +17,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from gradtrace.capture.held import TensorEntry
 from gradtrace.capture.measures import Measure
-from gradtrace.capture.names import ModuleEntry, Root, TensorEntry
+from gradtrace.capture.names import ModuleEntry, Root
 from gradtrace.capture.parameters import ParameterWatch
 from gradtrace.capture.rows import Rows
 from gradtrace.capture.session import CANNOT_MEASURE, Session, quiet
 from gradtrace.capture.watch.tensors import Pairs, WatchedTensors, by_device, versions
 from gradtrace.trace.incident import NO_GRADIENT
+from gradtrace.trace.sent import let_pass
 
 SHARES = 8
 """A parameter that nothing uses is looked at in one of so many steps."""
@@ -115,7 +117,8 @@ class StateWatch:
                 then = functools.partial(self._sift, group, judge)
                 try:
                     self._session.statistics.norms([tensor for _, tensor in group], then)
-                except CANNOT_MEASURE:  # one of them cannot be read
+                except CANNOT_MEASURE as error:  # one of them cannot be read
+                    let_pass(error)
                     then([math.nan] * len(group))
 
     def _sift(self, group: Pairs, judge: Callable[[Pairs, Pairs], None], norms: Sequence[float]) -> None:

@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradtrace.capture.names import Names, TensorEntry
+from gradtrace.capture.held import TensorEntry, still_held
+from gradtrace.capture.names import Names
+from gradtrace.trace.sent import let_pass
 
 _USES = 16
 """So many times a list is used before it is compared with the modules again."""
@@ -34,15 +36,15 @@ class WatchedTensors:
         self._uses += 1
         if self._known != self._names.count or self._uses > _USES:
             self.refresh()
-        pairs = _alive(self._parameters)
+        pairs = still_held(self._parameters)
         if len(pairs) < len(self._parameters):
             self.refresh()
-            pairs = _alive(self._parameters)
+            pairs = still_held(self._parameters)
         return pairs
 
     def buffers(self) -> Pairs:
         """Return the buffers with their entries, as of the last look at the modules."""
-        return _alive(self._buffers)
+        return still_held(self._buffers)
 
     def refresh(self) -> None:
         """Look at the modules."""
@@ -65,12 +67,9 @@ def versions(tensors: Iterable[Tensor]) -> list[int]:
     """Return the versions of tensors; an inference tensor has none, and none changes."""
     try:
         return [tensor._version for tensor in tensors]
-    except RuntimeError:
+    except RuntimeError as error:
+        let_pass(error)
         return [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _alive(entries: list[TensorEntry]) -> Pairs:
-    return [(entry, tensor) for entry in entries if (tensor := entry.ref()) is not None]
 
 
 def _is_measured(tensor: Tensor) -> bool:

@@ -21,6 +21,7 @@ class Tracer:
         self.path = Path(options["path"])
         self.moved_to = self.path.with_name("older.parquet") if options["existing"] == "move_aside" else None
         self.bytes_written = 1234
+        self.in_one_file = self.is_in_place = True
         self.info = SimpleNamespace(
             rank=int(os.environ.get("RANK", 0)),
             world_size=int(os.environ.get("WORLD_SIZE", 1)),
