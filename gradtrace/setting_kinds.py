@@ -13,7 +13,8 @@ from typing import Any
 
 StepRange = tuple[int | None, int | None]
 
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+_UNITS = {"": 1, "b": 1, "bytes": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _TRUTH = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
 
 
@@ -117,7 +118,10 @@ def _read_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
         raise ValueError(f"{text!r} is no size, as in 500MB or 1GiB")
-    return int(float(match[1]) * _UNITS[match[2]])
+    size = float(match[1]) * _UNITS[match[2]]
+    if math.isinf(size):
+        raise ValueError(f"{text!r} is too large a size")
+    return int(size)
 
 
 def _read_truth(text: str) -> bool:

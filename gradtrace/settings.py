@@ -223,6 +223,8 @@ def _table(file: str) -> dict[str, Any] | None:
         raise CaptureError(f"{file} cannot be read for settings: {error.strerror}") from None
     except ValueError as error:
         raise CaptureError(f"{file} is not TOML: {error}") from None
+    except RecursionError:
+        raise CaptureError(f"{file} is not TOML that can be read: it is nested too deeply") from None
     tools = content.get("tool")
     table = tools.get("gradtrace") if isinstance(tools, dict) else None
     if table is not None and not isinstance(table, dict):
@@ -235,7 +237,8 @@ def _parsed(text: str) -> dict[str, Any]:
         import tomllib
     else:
         import tomli as tomllib
-    return tomllib.loads(text)
+    content: dict[str, Any] = tomllib.loads(text)
+    return content
 
 
 def _value(file: str, key: str, value: object) -> Any:

@@ -263,6 +263,18 @@ def test_a_broken_file_that_does_not_mention_gradtrace_is_left_to_others(project
     assert load({}, environ={}) == Settings()
 
 
+def test_numbers_and_nesting_beyond_all_bounds_are_told(project: Path) -> None:
+    file = project / "pyproject.toml"
+    file.write_text("[tool.gradtrace]\nevery = " + "[" * 100_000)
+    with pytest.raises(CaptureError) as error:
+        load({}, environ={})
+    assert str(error.value) == f"{file} is not TOML that can be read: it is nested too deeply"
+    digits = "9" * 400
+    with pytest.raises(CaptureError) as error:
+        load({}, environ={"GRADTRACE_MAX_SIZE": f"{digits}GB"})
+    assert str(error.value) == f"GRADTRACE_MAX_SIZE: '{digits}GB' is too large a size"
+
+
 def test_a_file_that_cannot_be_read_is_told(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = write(project, "every = 2")
 

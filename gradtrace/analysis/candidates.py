@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Sequence
 
 from gradtrace.analysis.scene import lies_within
 from gradtrace.analysis.verdict_model import Candidate, Cause, Finding
+from gradtrace.printable import shell_word
 from gradtrace.trace.runinfo import RunInfo
 from gradtrace.trace.schema import Record
 
@@ -108,5 +108,7 @@ def _candidate(phase: str, row: Record, why: str, command: str) -> Candidate:
 
 def _record(info: RunInfo, step: int, first: int | None = None) -> str:
     """Return the command that records the steps in question in full."""
-    script = shlex.join(info.command) if info.command else "SCRIPT"
+    # A recording is somebody's file: what it calls a script could be an option of ours.
+    is_script = info.command and (not info.command[0].startswith("-") or info.command[0] == "-m")
+    script = " ".join(map(shell_word, info.command)) if is_script else "SCRIPT"
     return f"gradtrace record --steps {step if first is None else first}:{step + 1} {script}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gradtrace.analysis.recording import Recording
+from gradtrace.analysis.recording import Recording, answers
 from gradtrace.trace.schema import COLUMNS as RECORD_COLUMNS
 
 COLUMNS = ("view", "column", "type", "unit", "meaning")
@@ -42,6 +42,7 @@ _OTHERS: dict[tuple[str, str], tuple[str, str]] = {
 }
 
 
+@answers
 def describe(run: Recording) -> list[tuple[str, str, str, str, str]]:
     """Return view, column, type, unit and meaning of every column of every view, in order."""
     rows = []

@@ -74,7 +74,7 @@ class Evidence:
         if len(self._run.infos) == 1 and info.steps:
             # Where no step is left out, the two ends tell all; counting reads the column of every row.
             first, last = self._fetch("SELECT min(step), max(step) FROM records")[0]
-            if first is not None and last - first + 1 == info.steps:
+            if first is not None and last - first + 1 == info.steps <= info.records:
                 return {info.rank: list(range(first, last + 1))}
         return self._steps_where("true")
 

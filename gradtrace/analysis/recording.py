@@ -8,22 +8,30 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import wraps
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import duckdb
 
+from gradtrace.analysis.ranks import find_sources
 from gradtrace.analysis.sandbox import Result
-from gradtrace.analysis.source import Source, find_sources
-from gradtrace.analysis.views import add_records, add_views, native_connection, sandboxed_connection
-from gradtrace.errors import RunClosedError
-from gradtrace.trace.runinfo import RunInfo
+from gradtrace.analysis.soundness import problem_of
+from gradtrace.analysis.source import Source
+from gradtrace.analysis.views import add_records, add_views, filled_connection, native_connection
+from gradtrace.errors import NotARunError, RunClosedError
+from gradtrace.trace.parts import parts_of
+from gradtrace.trace.runinfo import STOPPED, RunInfo
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+P = ParamSpec("P")
+R = TypeVar("R", bound="Recording")
+T = TypeVar("T")
 
 # The same as in the view `steps`, which counts much more.
 _CAPTURED = """
@@ -34,14 +42,41 @@ SELECT count(*) FROM (
 ) GROUP BY rank
 """
 
+_OUR_MISTAKES = (duckdb.ParserException, duckdb.BinderException, duckdb.CatalogException, duckdb.SyntaxException)
+"""Queries of gradtrace's own that are wrong; everything else that DuckDB says comes of the file."""
+
+
+@contextmanager
+def reading(*runs: Recording) -> Iterator[None]:
+    """Turn an error of DuckDB's that comes of what a recording holds into a ``NotARunError``."""
+    try:
+        yield
+    except _OUR_MISTAKES:
+        raise
+    except duckdb.Error as error:
+        paths = " or ".join(run.path for run in runs)
+        raise NotARunError(f"{paths} {problem_of(error, paths)}") from None
+
+
+def answers(question: Callable[Concatenate[R, P], T]) -> Callable[Concatenate[R, P], T]:
+    """Let a question to a recording raise ``NotARunError`` where it cannot be read."""
+
+    @wraps(question)
+    def ask(run: R, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with reading(run):
+            return question(run, *args, **kwargs)
+
+    return ask
+
 
 class Recording:
     """A recording. Close it, or use it as a context manager.
 
     ``infos`` holds the facts of each rank, ``info`` those of the first. ``end`` says how the run ended:
     "completed", "running", "killed", or what ``RunInfo.end`` has. ``missing`` says in words what the
-    recording does not hold and why. ``steps`` is the number of recorded steps. ``connection`` is a DuckDB
-    connection with the views records, params, grads, steps, modules, events and meta.
+    recording does not hold and why; ``damage`` is what of that was recorded and is lost. ``steps`` is the number
+    of recorded steps. ``connection`` is a DuckDB connection with the views records, params, grads, steps, modules,
+    events and meta.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -55,13 +90,18 @@ class Recording:
         self._files = ExitStack()
         self._finalizer = weakref.finalize(self, self._files.close)
         self.connection = native_connection()
-        sources, self.missing = find_sources(self.path, self._files, self.connection)
+        found = find_sources(self.path, self._files, self.connection)
+        sources, self.missing = found.ranks, found.missing
+        self.damage: list[str] = list(found.damage)
         self._parquet = [file for source in sources for file in source.parquet]
         self._journals = [table for source in sources for table in source.journals]
-        add_records(self.connection, self._parquet, self._journals)
-        self.infos: list[RunInfo] = [self._settled(source) for source in sources]
+        with reading(self):
+            add_records(self.connection, self._parquet, self._journals)
+            self.infos: list[RunInfo] = [self._settled(source) for source in sources]
         for source, info in zip(sources, self.infos, strict=True):
-            self.missing += _missing(source, info)
+            damage = list(_damage(source, info))
+            self.damage += damage
+            self.missing += [*damage, *_missing(source, info)]
         add_views(self.connection, self.infos)
 
     @property
@@ -81,6 +121,7 @@ class Recording:
         return max(info.steps for info in self.infos)
 
     @property
+    @answers
     def captured(self) -> int:
         """Number of those steps that were captured in full, not only watched; of several ranks, the largest."""
         if not self.execute("SELECT 1 FROM records WHERE tensor = 'grad_norm' LIMIT 1").fetchall():
@@ -88,15 +129,23 @@ class Recording:
         found = self.execute(_CAPTURED).fetchall()
         return max((count for (count,) in found), default=0)
 
-    def sql(self, query: str) -> Result:
+    def sql(self, query: str, *, timeout: float | None = None, memory: int | None = None) -> Result:
         """Answer one query that only reads, with no access to anything but the views.
+
+        DuckDB may work on the answer for ``timeout`` seconds, by default for any time, and take ``memory`` bytes, by
+        default half of those that are free.
 
         Raises:
             QueryError: it is no query, or DuckDB refuses it.
+            QueryLimitError: it takes more time or memory, also where its rows are fetched.
             RunClosedError: the recording is closed.
         """
         self._demand_open()
-        return Result(lambda: sandboxed_connection(self._parquet, self._journals, self.infos), query)
+
+        def connect() -> duckdb.DuckDBPyConnection:
+            return filled_connection(self._parquet, self._journals, self.infos)
+
+        return Result(connect, query, timeout=timeout, memory=memory)
 
     def execute(self, query: str, parameters: Sequence[Any] | Mapping[str, Any] = ()) -> duckdb.DuckDBPyConnection:
         """Run a trusted query, of the library's own, and return a cursor to fetch its rows from.
@@ -144,21 +193,46 @@ class Recording:
         return replace(info, records=row[0], steps=row[1], last_step=row[2])
 
 
+def _whose(info: RunInfo) -> str:
+    return f"rank {info.rank}: " if info.world_size > 1 else ""
+
+
+def _damage(source: Source, info: RunInfo) -> Iterator[str]:
+    """Yield what is lost of what one rank had recorded, in words; ``info`` has what was counted."""
+    whose = _whose(info)
+    for words in source.damage:
+        yield whose + words
+    lost = source.info.records - info.records
+    if lost > 0 and not source.damage:
+        yield f"{whose}{lost:,} of {source.info.records:,} records are gone"
+
+
 def _missing(source: Source, info: RunInfo) -> Iterator[str]:
-    """Yield what one rank's recording lacks, in words."""
-    whose = f"rank {info.rank}: " if info.world_size > 1 else ""
+    """Yield what else one rank's recording lacks, in words."""
+    whose = _whose(info)
     for note in source.notes:
         yield whose + note
     if info.end == "killed" and info.last_step is None:
         yield f"{whose}the run was killed before a step was recorded"
+    elif info.end == "killed" and source.damage:
+        yield f"{whose}the run was killed; the last step that can be read is {info.last_step}"
     elif info.end == "killed":
-        yield f"{whose}the step after {info.last_step} was in flight when the run was killed"
+        other = "" if os.access(parts_of(source.path), os.W_OK) else ", or its directory had become read-only"
+        yield f"{whose}the step after {info.last_step} was in flight when the run was killed{other}"
     elif info.end == "running":
         yield f"{whose}the run is still being recorded; this is what there is up to step {info.last_step}"
-    elif info.end.startswith("tracer failed"):
-        yield f"{whose}recording stopped after step {info.last_step}, the training went on"
+    elif info.end.startswith(STOPPED):
+        where = "before a step was recorded" if info.last_step is None else f"after step {info.last_step}"
+        yield f"{whose}recording stopped {where}: {info.end.removeprefix(STOPPED)}; the training went on"
     if info.thinned:
         first, last, every = (info.thinned[key] for key in ("first_step", "last_step", "every"))
         yield f"{whose}steps {first} to {last} were thinned to save space: one in {every} is in full, or near incidents"
+    if info.paced:
+        first, last, steps = (info.paced[key] for key in ("first_step", "last_step", "steps"))
+        least = "" if source.finished else "at least "
+        yield (
+            f"{whose}{least}{steps:,} of the steps {first} to {last} were thinned to watched ones, "
+            "because the disk was slower than the training"
+        )
     for reason, count in info.unmeasured.items():
         yield f"{whose}{count} boundaries were seen and not recorded: {reason}"

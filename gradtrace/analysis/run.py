@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from html import escape
 from pathlib import Path
 
 from gradtrace.analysis import summary, verdict
@@ -17,6 +16,7 @@ from gradtrace.analysis.report import write_report
 from gradtrace.analysis.summary_model import By, Summary
 from gradtrace.analysis.tabular import counted
 from gradtrace.analysis.verdict_model import Verdict
+from gradtrace.printable import html_words, printable
 
 
 def open_run(path: str | os.PathLike[str]) -> Run:
@@ -121,10 +121,10 @@ class Run(Recording):
 
     def __repr__(self) -> str:
         ranks = f", {len(self.infos)} ranks" if len(self.infos) > 1 else ""
-        return f"<Run {self.path!r}: {counted(self.steps, 'step')}{ranks}, {self.end}>"
+        return printable(f"<Run {self.path!r}: {counted(self.steps, 'step')}{ranks}, {self.end}>")
 
     def _repr_html_(self) -> str:
-        command = f"<br><code>{escape(' '.join(self.info.command))}</code>" if self.info.command else ""
-        notes = "".join(f"<br>note: {escape(note)}" for note in self.missing)
-        facts = escape(summary.facts(self, self.captured))
-        return f"<p><b>{escape(self.path)}</b>{command}<br>{facts}{notes}</p>"
+        command = f"<br><code>{html_words(' '.join(self.info.command))}</code>" if self.info.command else ""
+        notes = "".join(f"<br>note: {html_words(note)}" for note in self.missing)
+        facts = html_words(summary.facts(self, self.captured))
+        return f"<p><b>{html_words(self.path)}</b>{command}<br>{facts}{notes}</p>"

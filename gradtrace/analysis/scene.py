@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
+from gradtrace.analysis.labels import names_above
 from gradtrace.trace.schema import Record
 
 FORWARD_PHASES = frozenset({"input", "forward", "evaluation", "recompute"})
@@ -127,27 +128,28 @@ class Scene:
 
 def nearest_above(module: str, names: Collection[str]) -> str | None:
     """Return the nearest module above ``module`` among ``names``, by name."""
-    while module:
-        module = module.rpartition(".")[0]
-        if module in names:
-            return module
-    return None
+    return next((name for name in names_above(module) if name in names), None)
 
 
 def _parents(rows: Sequence[Record], roots: Collection[str]) -> dict[Call, Call | None]:
     """Read the nesting of calls from the order of records: inputs on entry, outputs on exit."""
     parents: dict[Call, Call | None] = {}
     stack: list[Call] = []
+    places: dict[Call, int] = {}
     for row in rows:
         call = call_of(row) if is_forward(row) else None
         if call is None:
             continue
-        if row.tensor == "output" and call in stack:
-            del stack[stack.index(call) :]
+        if row.tensor == "output" and call in places:
+            for closed in stack[places[call] :]:
+                del places[closed]
+            del stack[len(places) :]
         elif call not in parents:
             if call.module in roots:
                 stack.clear()  # whatever is still open was left by an exception
+                places.clear()
             parents[call] = stack[-1] if stack else None
             if row.tensor == "input":
+                places[call] = len(stack)
                 stack.append(call)
     return parents

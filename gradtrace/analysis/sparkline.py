@@ -13,7 +13,7 @@ def sparkline(values: Sequence[float | None], blocks: str = BLOCKS) -> str:
 
     ``!`` marks a value that is not finite, a blank one that is None.
     """
-    known = [math.log10(value) for value in values if value and math.isfinite(value)]
+    known = [math.log10(value) for value in values if value and 0 < value < math.inf]
     low, high = min(known, default=0.0), max(known, default=0.0)
     scale = (len(blocks) - 1) / (high - low) if high > low else 0.0
 
@@ -22,6 +22,6 @@ def sparkline(values: Sequence[float | None], blocks: str = BLOCKS) -> str:
             return " "
         if not math.isfinite(value):
             return "!"
-        return blocks[round((math.log10(value) - low) * scale)] if value else blocks[0]
+        return blocks[round((math.log10(value) - low) * scale)] if value > 0 else blocks[0]
 
     return "".join(mark(value) for value in values)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 
-from gradtrace.analysis.recording import Recording
+from gradtrace.analysis.labels import names_above
+from gradtrace.analysis.recording import Recording, answers
 from gradtrace.analysis.summary_model import COLUMNS, By, Course, ModuleLine, StepLine, Summary
 from gradtrace.analysis.tabular import counted
 from gradtrace.errors import NoMatchError
@@ -112,6 +113,7 @@ ORDER BY step, rank
 """
 
 
+@answers
 def summarize(run: Recording, by: By = "module", depth: int | None = None) -> Summary:
     """Return the summary of a run, a line a module, a type of modules, or a step.
 
@@ -130,6 +132,7 @@ def summarize(run: Recording, by: By = "module", depth: int | None = None) -> Su
     return Summary(by, tuple(by_type(run) if by == "type" else by_module(run, depth)))
 
 
+@answers
 def facts(run: Recording, captured: int) -> str:
     """Say what there is of a run, ``captured`` of its steps in full: steps, ranks, modules, records, how it ended."""
     words = [
@@ -173,6 +176,7 @@ def by_type(run: Recording) -> list[ModuleLine]:
     return _measured(run, lines, keys)
 
 
+@answers
 def courses(run: Recording) -> dict[str, Course]:
     """Return the courses of "loss" and "grad_norm" over all steps, those that were only watched among them."""
     stretches = _stretches(run)
@@ -197,9 +201,9 @@ def _modules(run: Recording) -> list[tuple[str, str, int, int, int]]:
 
 
 def _folded(name: str, levels: dict[str, int], depth: int | None) -> str:
-    while depth is not None and name and levels.get(name, depth + 1) > depth:
-        name = name.rpartition(".")[0]
-    return name
+    if depth is None:
+        return name
+    return next((outer for outer in (name, *names_above(name)) if levels.get(outer, depth + 1) <= depth), "")
 
 
 def _measured(run: Recording, lines: dict[str, ModuleLine], keys: dict[str, str]) -> list[ModuleLine]:

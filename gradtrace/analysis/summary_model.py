@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_type_hints
 
+from gradtrace.analysis.labels import module_label
 from gradtrace.analysis.sparkline import sparkline
 from gradtrace.analysis.tabular import Tabular
 
@@ -124,4 +125,4 @@ def cell(column: str, value: Any, draw: Callable[[Sequence[float | None]], str] 
     """Return a value as people are shown it: the root by its name, a series as ``draw`` has it."""
     if column in SERIES:
         return draw(value)
-    return "(root)" if column == "module" and value == "" else value
+    return module_label(value) if column == "module" else value

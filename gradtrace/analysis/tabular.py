@@ -1,17 +1,18 @@
 """Answers that are tables: as a DataFrame, as an Arrow table, as text and as HTML. Knows no run and no question.
 
-Whatever stands in a cell is somebody's text: HTML escapes all of it, and colours nothing that a dark page would hide.
+Whatever stands in a cell is somebody's text: as text it is made printable, and HTML escapes all of it, and colours
+nothing that a dark page would hide.
 """
 
 from __future__ import annotations
 
-import html
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.errors import MissingPackageError
+from gradtrace.printable import html_text, printable, shortened, width
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -20,6 +21,7 @@ SHOWN = 60
 """Most rows that text and HTML show of a table."""
 
 _GAP = "   "
+_WIDEST = 1_000
 _CELL = "padding:0.1em 0.6em;text-align:{};white-space:pre-wrap"
 
 
@@ -71,7 +73,7 @@ class Tabular(ABC):
 
     def _repr_html_(self) -> str:
         rows, rest = self._head()
-        return html_table(self.columns, rows) + (f"<p>{html.escape(rest)}</p>" if rest else "")
+        return html_table(self.columns, rows) + (f"<p>{html_text(rest)}</p>" if rest else "")
 
     def _head(self) -> tuple[list[Sequence[Any]], str]:
         """Return the rows that people are shown, and a word on those that they are not."""
@@ -98,13 +100,30 @@ def is_number(value: Any) -> bool:
 
 
 def text_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return an aligned table without a last line break, columns of numbers to the right."""
+    """Return an aligned table without a last line break, numbers to the right; long cells lose their middle."""
     data = [list(row) for row in rows]
-    right = _numeric(columns, data)
-    cells = [list(columns), *([" ".join(_shown(value).splitlines()) for value in row] for row in data)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = [_GAP.join(map(_justified, row, widths, right)).rstrip() for row in cells]
-    return "\n".join([lines[0], "-" * (sum(widths) + len(_GAP) * (len(widths) - 1)), *lines[1:]])
+    cells = [[printable(shortened(_shown(value))) for value in row] for row in data]
+    heads = [printable(shortened(name)) for name in columns]
+    return "\n".join(aligned(heads, lambda: cells, _numeric(columns, data)))
+
+
+def aligned(heads: Sequence[str], rows: Callable[[], Iterable[Iterable[str]]], right: Sequence[bool]) -> Iterator[str]:
+    """Yield the lines of a table of printable texts: names of columns, a rule, the rows.
+
+    ``rows`` is called twice, for the widths and for the lines: a table of a million rows need not be there as text.
+    """
+    widths = list(map(width, heads))
+    for row in rows():
+        # A name of a million letters sticks out; the others are not padded for it.
+        widths = [max(most, min(width(cell), _WIDEST)) for most, cell in zip(widths, row, strict=True)]
+    yield _joined(heads, widths, right)
+    yield "-" * (sum(widths) + len(_GAP) * (len(widths) - 1))
+    for row in rows():
+        yield _joined(row, widths, right)
+
+
+def _joined(cells: Iterable[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    return _GAP.join(map(_justified, cells, widths, right)).rstrip()
 
 
 def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
@@ -117,15 +136,16 @@ def html_table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 def _html_cells(tag: str, texts: Iterable[str], styles: Iterable[str]) -> str:
     pairs = zip(texts, styles, strict=True)
-    return "".join(f'<{tag} style="{style}">{html.escape(text)}</{tag}>' for text, style in pairs)
+    return "".join(f'<{tag} style="{style}">{html_text(text)}</{tag}>' for text, style in pairs)
 
 
 def _numeric(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> list[bool]:
     return [any(is_number(row[index]) for row in rows) for index in range(len(columns))]
 
 
-def _justified(text: str, width: int, right: bool) -> str:
-    return text.rjust(width) if right else text.ljust(width)
+def _justified(text: str, most: int, right: bool) -> str:
+    blanks = " " * (most - width(text))
+    return blanks + text if right else text + blanks
 
 
 def _shown(value: Any) -> str:

@@ -15,12 +15,10 @@ from dataclasses import dataclass
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from gradtrace.analysis.recording import Recording, answers
 from gradtrace.errors import MissingPackageError, NoMatchError, RunExistsError
-
-if TYPE_CHECKING:
-    from gradtrace.analysis.recording import Recording
 
 _SUFFIX = ".gradtrace"  # how an earlier export is told from other event files
 _RECORDS_AT_ONCE = 250_000
@@ -33,6 +31,10 @@ WHERE ($first IS NULL OR step >= $first) AND ($after IS NULL OR step < $after)
     AND (step % $every = 0 OR step IN (SELECT step FROM events WHERE event = 'incident'))
 GROUP BY step
 ORDER BY step
+"""
+_LABEL = """
+CREATE OR REPLACE MACRO label(module) AS
+CASE module WHEN '' THEN '(root)' WHEN '(root)' THEN '"(root)"' ELSE module END
 """
 _BAD = """
 SELECT DISTINCT module
@@ -67,6 +69,7 @@ def require_package() -> None:
         raise MissingPackageError(f"event files for TensorBoard need its package: {hint}") from None
 
 
+@answers
 def export(
     run: Recording,
     directory: str | os.PathLike[str],
@@ -120,7 +123,8 @@ def _earlier(directory: Path) -> list[Path]:
 
 def _rows(run: Recording, counts: list[tuple[int, int]], progress: Callable[[float], None]) -> Rows:
     """Yield rank, step, time (seconds since 1970), tag and value, in order of step and rank."""
-    query = resources.files("gradtrace.analysis").joinpath("tensorboard.sql").read_text()
+    query = resources.files("gradtrace.analysis").joinpath("tensorboard.sql").read_text(encoding="utf-8")
+    run.execute(_LABEL)
     bad = [module for (module,) in run.execute(_BAD, {"steps": [step for step, _ in counts]}).fetchall()]
     done = 0
     progress(0.0)

@@ -18,7 +18,7 @@ WITH wanted AS MATERIALIZED (
 outputs AS (
     SELECT
         rank, step,
-        CASE phase WHEN 'evaluation' THEN '_evaluation/' ELSE '/' END || if(module = '', '(root)', module) AS place,
+        CASE phase WHEN 'evaluation' THEN '_evaluation/' ELSE '/' END || label(module) AS place,
         max(norm) AS norm,
         max(magnitude) AS magnitude
     FROM wanted
@@ -47,11 +47,11 @@ scalars AS (
     UNION ALL
     SELECT rank, step, 'output_max' || place, magnitude FROM outputs
     UNION ALL
-    SELECT rank, step, tensor || '_norm/' || if(module = '', '(root)', module), sqrt(sum(norm * norm))
+    SELECT rank, step, tensor || '_norm/' || label(module), sqrt(sum(norm * norm))
     FROM latest
     GROUP BY ALL
     UNION ALL
-    SELECT rank, step, 'nonfinite/' || if(module = '', '(root)', module), sum(nonfinite)
+    SELECT rank, step, 'nonfinite/' || label(module), sum(nonfinite)
     FROM wanted
     WHERE module IN (SELECT unnest($bad::VARCHAR[]))
     GROUP BY ALL

@@ -18,6 +18,7 @@ from gradtrace.analysis.confirmation import explain
 from gradtrace.analysis.evidence import Evidence
 from gradtrace.analysis.hints import hints_for
 from gradtrace.analysis.incidents import RunIncident, choose, read_timeline
+from gradtrace.analysis.recording import answers
 from gradtrace.analysis.scene import Scene, is_bad
 from gradtrace.analysis.verdict_model import (
     Cause,
@@ -41,6 +42,7 @@ _MAY_COME_FROM_ELSEWHERE = frozenset({Cause.GRADIENT, Cause.CHANGED_GRADIENT, Ca
 """What a rank shows that only received, through an all-reduce, what another rank made."""
 
 
+@answers
 def first_nan(
     run: Recording,
     *,
@@ -274,8 +276,8 @@ class _Inquiry:
     def _gap(self, row: Record) -> tuple[int, int] | None:
         """Return the steps just before ``row``'s that were not recorded, first and last."""
         earlier = self._timeline.previous_steps(row.rank, row.step, 1)
-        start = int(self._run.info.config.get("first_step") or 0)
-        first = earlier[0] + 1 if earlier else start
+        start = self._run.info.config.get("first_step")
+        first = earlier[0] + 1 if earlier else start if isinstance(start, int) else 0
         return (first, row.step - 1) if first < row.step else None
 
     def _summaries(self, chosen: RunIncident | None) -> list[IncidentSummary]:
@@ -302,6 +304,7 @@ class _Inquiry:
             modules=len(self._modules),
             records=sum(info.records for info in run.infos),
             last_step=max((steps[-1] for steps in self._timeline.steps.values()), default=None),
+            damaged=bool(run.damage),
         )
 
 

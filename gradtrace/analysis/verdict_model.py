@@ -165,7 +165,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What is said of the run itself. ``missing`` says in words what the recording does not hold."""
+    """What is said of the run itself.
+
+    ``missing`` says in words what the recording does not hold; ``damaged`` is true where some of it had been recorded.
+    """
 
     path: str
     steps: int
@@ -174,6 +177,7 @@ class RunFacts:
     modules: int = 0
     records: int = 0
     last_step: int | None = None
+    damaged: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the keys that ``run`` holds in JSON."""
@@ -292,9 +296,12 @@ def record_to_dict(row: Record) -> dict[str, Any]:
 
 
 def shape_of(row: Record) -> list[int] | None:
-    """Return the record's shape as numbers."""
-    shape: list[int] | None = json.loads(row.shape) if row.shape else None
-    return shape
+    """Return the record's shape as numbers, None where it has none."""
+    try:
+        shape = json.loads(row.shape or "")
+    except (ValueError, RecursionError):
+        return None
+    return shape if isinstance(shape, list) else None
 
 
 def _boundary(finding: Finding | None, module_type: str | None) -> dict[str, Any]:

@@ -10,9 +10,12 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.analysis import replay_text
+from gradtrace.analysis.labels import module_label
 from gradtrace.analysis.replay_text import short_kind
 from gradtrace.analysis.tabular import counted, text_table
 from gradtrace.analysis.verdict_model import Cause, Fate, Finding, Verdict
+from gradtrace.printable import printable
+from gradtrace.trace.runinfo import STOPPED
 
 if TYPE_CHECKING:
     from gradtrace.analysis.verdict_model import IncidentSummary
@@ -34,15 +37,20 @@ class Table:
 def notes(verdict: Verdict) -> Iterator[str]:
     """Yield what is to be said of the recording itself, for stderr."""
     run = verdict.run
-    if run.end not in ("completed", "killed", "running"):  # of these two ``missing`` speaks
+    # Of these ``missing`` speaks.
+    if run.end not in ("completed", "killed", "running", "unknown") and not run.end.startswith(STOPPED):
         yield f"the run ended with {run.end}; the last recorded step is {_or_none(run.last_step)}"
     yield from run.missing
 
 
 def text(verdict: Verdict) -> str:
     """Return all of it as one text, the notes last."""
-    blocks = (text_table(block.columns, block.rows) if isinstance(block, Table) else block for block in report(verdict))
-    return "\n".join([*blocks, *(f"note: {note}" for note in notes(verdict))])
+    # Only tables have lines of their own.
+    lines = [
+        text_table(block.columns, block.rows) if isinstance(block, Table) else printable(block)
+        for block in report(verdict)
+    ]
+    return "\n".join([*lines, *(printable(f"note: {note}") for note in notes(verdict))])
 
 
 def report(verdict: Verdict) -> Iterator[str | Table]:
@@ -71,6 +79,8 @@ def _nothing_wrong(verdict: Verdict) -> Iterator[str]:
         f"No NaN or Inf that matters in {counted(run.steps, 'step')} of {counted(run.modules, 'module')} "
         f"({counted(run.records, 'record')})."
     )
+    if run.damaged:
+        yield "A part of the recording is damaged or gone: what that held is not known."
     for fate, words in (
         (Fate.TOLERATED, "Tolerated (again and again, or a mask, without harm)"),
         (Fate.CONTAINED, "Contained (once, and gone before it reached loss, gradients or weights)"),
@@ -235,7 +245,7 @@ def _line(label: str, text: str) -> str:
 
 
 def _module(name: str | None, kind: str | None = None) -> str:
-    words = "outside any module" if name is None else name or "(root)"
+    words = module_label(name)
     if not kind:
         return words
     return f"{words} {kind}" if name == "" else f"{words} ({kind})"

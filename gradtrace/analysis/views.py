@@ -11,18 +11,24 @@ import dataclasses
 import glob
 import json
 import math
-from collections.abc import Sequence
+import os
+import re
+import tempfile
+import uuid
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import resources
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import duckdb
 
 from gradtrace.analysis import sandbox
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
-from gradtrace.trace.schema import COLUMN_NAMES
+from gradtrace.trace.schema import COLUMN_NAMES, LARGE_FOOTERS
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.dataset
 
 _MODULE_TABLE = {
     "module": "VARCHAR",
@@ -36,6 +42,12 @@ _MODULE_TABLE = {
     "shapes": "MAP(VARCHAR, VARCHAR)",
     "calls": "BIGINT",
 }
+_HALVES = re.compile("[\\ud800-\\udfff]")
+
+_ROWS_AT_ONCE = 2_000
+"""Of a million modules DuckDB would take more than ten times the memory of their JSON."""
+
+_MOST = 2**63 - 1
 _META_TABLE = {"rank": "INTEGER", "key": "VARCHAR", "value": "VARCHAR"}
 
 # Arrow keeps times with their zone, which DuckDB shows in the reader's; all times of a trace are UTC.
@@ -46,7 +58,8 @@ _COLUMNS = ", ".join(
 
 def native_connection() -> duckdb.DuckDBPyConnection:
     """Return a connection that may read files."""
-    connection = duckdb.connect()
+    connection = duckdb.connect(config=sandbox.ALONE | {"temp_directory": _own_directory()})
+    sandbox.silence(connection)
     # A verdict asks some twenty questions of one file: its footer is read once.
     connection.execute("SET parquet_metadata_cache = true")
     return connection
@@ -63,39 +76,51 @@ def add_records(
     _add_records(connection, f"read_parquet([{files}])" if parquet else None, journals, view)
 
 
-def sandboxed_connection(
+def _own_directory() -> str:
+    """Return a path for what does not fit into memory: DuckDB's default, .tmp, is where the user stands."""
+    return os.path.join(tempfile.gettempdir(), f"gradtrace-{uuid.uuid4()}")
+
+
+def filled_connection(
     parquet: Sequence[str], journals: Sequence[pa.Table], infos: Sequence[RunInfo]
 ) -> duckdb.DuckDBPyConnection:
-    """Return a connection with all views and without access to anything else."""
-    connection = duckdb.connect()
+    """Return a connection with all views, which needs no access to anything else and can be locked."""
+    connection = sandbox.open_connection()
     if parquet:
         import pyarrow.dataset  # slow to import, and only needed here
 
         from gradtrace.trace.arrow import ARROW_SCHEMA
 
-        files = pyarrow.dataset.dataset(list(parquet), schema=ARROW_SCHEMA, format="parquet")
+        files = pyarrow.dataset.dataset(list(parquet), schema=ARROW_SCHEMA, format=_parquet_with_large_footers())
         connection.register("parquet_rows", files)
     _add_records(connection, "parquet_rows" if parquet else None, journals, "records")
     add_views(connection, infos)
-    sandbox.lock(connection)
     return connection
+
+
+def _parquet_with_large_footers() -> pyarrow.dataset.ParquetFileFormat:
+    """Return the format as Arrow reads it where a footer is larger than Arrow likes."""
+    import pyarrow.dataset
+
+    options = pyarrow.dataset.ParquetFragmentScanOptions(**LARGE_FOOTERS)
+    return pyarrow.dataset.ParquetFileFormat(default_fragment_scan_options=options)
 
 
 def add_views(connection: duckdb.DuckDBPyConnection, infos: Sequence[RunInfo]) -> None:
     """Add every view but ``records`` to a connection."""
     _add_table(connection, "module_table", _MODULE_TABLE, _module_rows(infos))
     _add_table(connection, "meta_table", _META_TABLE, _meta_rows(infos))
-    connection.execute(resources.files("gradtrace.analysis").joinpath("views.sql").read_text())
+    connection.execute(resources.files("gradtrace.analysis").joinpath("views.sql").read_text(encoding="utf-8"))
 
 
-def _module_rows(infos: Sequence[RunInfo]) -> list[dict[str, Any]]:
-    """Return the modules of all ranks in model order, each once."""
+def _module_rows(infos: Sequence[RunInfo]) -> Iterator[dict[str, Any]]:
+    """Yield the modules of all ranks in model order, each once."""
     modules: dict[str, ModuleInfo] = {}
     for info in infos:
         for module in info.modules:
             modules.setdefault(module.name, module)
-    return [
-        {
+    for number, module in enumerate(modules.values()):
+        yield {
             "module": module.name,
             "number": number,
             "type": module.type,
@@ -103,12 +128,10 @@ def _module_rows(infos: Sequence[RunInfo]) -> list[dict[str, Any]]:
             "depth": module.depth,
             "file": module.file,
             "line": module.line,
-            "parameters": sum(elements(shape) for shape in module.parameters.values()),
+            "parameters": min(sum(elements(shape) for shape in module.parameters.values()), _MOST),
             "shapes": module.parameters,
             "calls": module.calls,
         }
-        for number, module in enumerate(modules.values())
-    ]
 
 
 def _meta_rows(infos: Sequence[RunInfo]) -> list[dict[str, Any]]:
@@ -123,19 +146,29 @@ def _meta_rows(infos: Sequence[RunInfo]) -> list[dict[str, Any]]:
 
 
 def _add_table(
-    connection: duckdb.DuckDBPyConnection, name: str, columns: dict[str, str], rows: list[dict[str, Any]]
+    connection: duckdb.DuckDBPyConnection, name: str, columns: dict[str, str], rows: Iterable[dict[str, Any]]
 ) -> None:
-    """Make a table by way of JSON: Arrow's conversion of Python values would import pandas."""
-    connection.execute(
-        f"CREATE TABLE {name} AS SELECT unnest(from_json(?, ?), recursive := true)",
-        [json.dumps(rows), json.dumps([columns])],
-    )
+    """Make a table by way of JSON, some rows at a time: Arrow's conversion of Python values would import pandas."""
+    connection.execute(f"CREATE TABLE {name} ({', '.join(f'{column} {kind}' for column, kind in columns.items())})")
+    kinds, waiting = json.dumps([columns]), iter(rows)
+    while some := list(islice(waiting, _ROWS_AT_ONCE)):
+        connection.execute(
+            f"INSERT INTO {name} SELECT unnest(from_json(?, ?), recursive := true)", [_json(some), kinds]
+        )
+
+
+def _json(rows: list[dict[str, Any]]) -> str:
+    """Return rows as JSON that DuckDB takes: half a character, as a file's name may have it, becomes its escape."""
+    return _HALVES.sub(lambda half: f"\\\\u{ord(half[0]):04x}", json.dumps(rows, ensure_ascii=False))
 
 
 def elements(shape: str) -> int:
-    """Return the number of elements of a shape as the trace writes it: "[8, 128]"."""
+    """Return the number of elements of a shape as the trace writes it: "[8, 128]"; of anything else 0."""
     sizes = shape.strip("[]")
-    return math.prod(int(size) for size in sizes.split(",")) if sizes else 1
+    try:
+        return math.prod(int(size) for size in sizes.split(",")) if sizes else 1
+    except ValueError:
+        return 0
 
 
 def _add_records(

@@ -10,11 +10,26 @@ import pytest
 
 from gradtrace.analysis.births import op_name, read_births
 from gradtrace.analysis.confirmation import explain
+from gradtrace.analysis.run import open_run
 from gradtrace.analysis.verdict import first_nan
 from gradtrace.analysis.verdict_model import Cause, Finding
 from gradtrace.trace.confirmation import Boundary, SourceLine
 from gradtrace.trace.schema import Record
-from tests.analysis.rows import ALL_NAN, INF, NAN, NEGINF, PARAMS, Rows, backward, forward, healthy, open_rows, update
+from tests.analysis.rows import (
+    ALL_NAN,
+    INF,
+    MODULES,
+    NAN,
+    NEGINF,
+    PARAMS,
+    Rows,
+    backward,
+    forward,
+    healthy,
+    open_rows,
+    update,
+)
+from tests.traces import write_run
 
 _OUT = Boundary("act", 0, "0")
 _ROOT_OUT = Boundary("", 0, "0")
@@ -421,7 +436,10 @@ def test_a_replay_of_another_rank_or_step_explains_nothing(tmp_path: Path) -> No
     rows.scalar("loss", "loss", None, **NAN)
     rows.birth("DivBackward0", "act", flows_to=[_OUT])
     rows.records[-1] = rows.records[-1]._replace(rank=1)
-    with open_rows(tmp_path, rows) as run:
+    for rank in range(2):
+        of_rank = [row for row in rows.records if row.rank == rank]
+        path = write_run(tmp_path / "run.parquet", of_rank, modules=MODULES, rank=rank, world_size=2)
+    with open_run(path) as run:
         answer = first_nan(run).to_dict()
     assert (answer["step"], answer["module"]) == (1, "act")
     assert answer["op"] is None

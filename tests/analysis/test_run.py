@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 import pytest
 from traces import write_run
 
-from gradtrace.analysis import source
+from gradtrace.analysis import ranks
 from gradtrace.analysis.run import open_run
 from gradtrace.errors import NotARunError, RunNotFoundError
 from gradtrace.trace import merging
@@ -201,19 +201,10 @@ def test_a_glob_that_matches_nothing_names_what_there_is(tmp_path):
     )
 
 
-def test_what_is_no_parquet_file(tmp_path):
-    unreadable_footer = b"PAR1" + b"\xff" * 100 + (100).to_bytes(4, "little") + b"PAR1"
-    for content in (b"", b"text", b"PAR1" * 100, unreadable_footer):
-        (tmp_path / "x.parquet").write_bytes(content)
-        with pytest.raises(NotARunError) as error:
-            open_run(tmp_path / "x.parquet")
-        assert str(error.value) == f"{tmp_path / 'x.parquet'} is not a Parquet file"
-
-
 def test_a_file_that_goes_away_before_it_is_read_is_missing_and_not_malformed(tmp_path, monkeypatch):
     gone = tmp_path / "gone.parquet"
-    monkeypatch.setattr(source, "_locate", lambda text: [gone])
-    monkeypatch.setattr(source, "_PAUSE", 0)
+    monkeypatch.setattr(ranks, "locate", lambda text: [gone])
+    monkeypatch.setattr(ranks, "_PAUSE", 0)
     with pytest.raises(NotARunError) as error:
         open_run(gone)
     assert str(error.value) == f"{gone} is no whole run: {gone} is missing"
@@ -266,7 +257,7 @@ def test_boundaries_that_were_not_measured_and_a_tracer_that_failed_are_missing(
     with open_run(path) as run:
         assert run.end == "tracer failed: oops"
         assert run.missing == [
-            "recording stopped after step 1, the training went on",
+            "recording stopped after step 1: oops; the training went on",
             "3 boundaries were seen and not recorded: sparse",
         ]
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -29,10 +31,20 @@ def run(request, tmp_path, monkeypatch):
     else:
         write_run("run.parquet", ROWS, world_size=2 if request.param == "ranks" else 1)
     (tmp_path / "other.csv").write_text("a,b\n1,2\n")
+    (tmp_path / ".tmp").mkdir()  # where DuckDB puts what does not fit into memory, and lets queries read and write
+    (tmp_path / ".tmp" / "other.csv").write_text("a,b\n1,2\n")
     with open_run(tmp_path / "run.parquet") as opened:
         yield opened
     if request.param == "recording":
         writer.finish(RunInfo("test", end="completed"))
+
+
+@pytest.fixture
+def one_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_run("run.parquet", ROWS)
+    with open_run("run.parquet") as opened:
+        yield opened
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -75,6 +87,16 @@ def reading(path: Path) -> list[str]:
         "SELECT * FROM read_parquet('/dev/fd/3')",
         "SELECT * FROM read_parquet('https://example.com/x.parquet')",
         "SELECT getenv('HOME')",
+        "SELECT * FROM read_text('.tmp/other.csv')",
+        "SELECT * FROM glob('.tmp/*')",
+        "DESCRIBE SELECT * FROM read_text('.tmp/other.csv')",
+        "SUMMARIZE FROM '.tmp/other.csv'",
+        "SELECT * FROM duckdb_extensions()",  # reads a directory
+        "SELECT * FROM sql_auto_complete('SELECT * FROM other')",  # an extension, to be fetched
+        "SELECT current_setting('s3_secret_access_key')",
+        "SELECT * FROM sqlite_scan('other.db', 't')",
+        "SELECT * FROM 'other.xlsx'",
+        "SELECT * FROM json_execute_serialized_sql(json_serialize_sql('SELECT * FROM read_text(''other.csv'')'))",
         "SELECT * FROM query('SELECT * FROM read_text(''other.csv'')')",
         "SELECT * FROM run",  # a Python variable where the query is asked
     ]
@@ -97,6 +119,16 @@ def writing(path: Path) -> list[str]:
         f"EXPLAIN ANALYZE COPY (SELECT 1) TO {plain}",
         f"WITH x AS (COPY (SELECT 1) TO {plain}) SELECT 1",
         f"SELECT * FROM query('WITH x AS (COPY (SELECT 1) TO ''{path}'' (FORMAT csv)) SELECT 1')",
+        "WITH x AS (COPY (SELECT 1) TO '.tmp/new.csv') SELECT 1",
+        "WITH x AS (COPY (SELECT 1) TO '.tmp/other.csv' (FORMAT csv, USE_TMP_FILE false)) SELECT 1",
+        "WITH x AS (COPY (SELECT 1) TO '/dev/fd/1' (FORMAT csv)) SELECT 1",
+        "SELECT write_log('x') FROM enable_logging(level = 'trace', storage = 'file', storage_path = '.tmp/log')",
+        "SELECT * FROM enable_profiling(save_location = '.tmp/profile.json')",
+        "CREATE SECRET s (TYPE http, BEARER_TOKEN 'x')",
+        "SET VARIABLE x = 1",
+        "COPY FROM DATABASE memory TO other",
+        "FORCE CHECKPOINT",
+        "SELECT * FROM force_checkpoint()",
         "EXPORT DATABASE 'exported'",
         "IMPORT DATABASE 'exported'",
         "ATTACH 'other.db'",
@@ -122,6 +154,7 @@ def writing(path: Path) -> list[str]:
     ]
 
 
+@pytest.mark.parametrize("run", ["finished", "recording"], indirect=True)
 @pytest.mark.parametrize("kind", [reading, writing])
 def test_nothing_else_is_read_and_nothing_is_changed(run, tmp_path, kind):
     before = files(tmp_path)
@@ -165,6 +198,55 @@ def test_the_words_of_duckdb_come_through_without_their_prefix(run):
 def test_an_error_in_the_middle_of_the_rows_is_a_query_error(run):
     query = "SELECT CASE WHEN seq < 5 THEN '1' ELSE 'x' END::INTEGER FROM records ORDER BY seq"
     assert "Could not convert string 'x' to INT32" in refusal(run, query)
+
+
+def test_no_setting_opens_what_is_shut(one_run):
+    query = (
+        "SELECT name, value FROM duckdb_settings() WHERE name IN ('allowed_directories', 'temp_directory', 'threads')"
+    )
+    settings = dict(one_run.sql(query).rows)
+    assert (settings["allowed_directories"], settings["temp_directory"]) == ("[]", "")
+    for switch in ("autoinstall_known_extensions", "autoload_known_extensions", "enable_progress_bar"):
+        assert one_run.sql(f"SELECT current_setting('{switch}')").rows == [(False,)]
+        assert one_run.execute(f"SELECT current_setting('{switch}')").fetchall() == [(False,)]
+
+
+def test_the_secrets_of_the_user_are_not_read(one_run, monkeypatch):
+    monkeypatch.setenv("HOME", str(Path.cwd()))
+    assert one_run.sql("SELECT * FROM duckdb_secrets()").rows == []
+
+
+def test_what_does_not_fit_into_memory_is_not_put_where_the_user_stands(one_run, tmp_path):
+    one_run.connection.execute("SET memory_limit = '30MB'")
+    query = "SELECT count(*), max(length(r)) FROM (SELECT range::VARCHAR AS r FROM range(2000000) ORDER BY hash(range))"
+    before = sorted(tmp_path.rglob("*"))
+    assert one_run.execute(query).fetchall() == [(2_000_000, 7)]
+    assert sorted(tmp_path.rglob("*")) == before
+    (place,) = one_run.execute("SELECT current_setting('temp_directory')").fetchall()[0]
+    assert Path(place).parent == Path(tempfile.gettempdir())
+    one_run.close()
+    assert not Path(place).exists()
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("SELECT " + "(" * 100_000 + "1" + ")" * 100_000, "Max expression depth|memory exhausted"),
+        ("SELECT " + "[" * 5_000 + "1" + "]" * 5_000, "Max expression depth|memory exhausted"),
+        ("SELECT 1" + " " * 1_000_000, "a query has at most 1,000,000 characters; this has 1,000,008"),
+        ("SELECT '\udcff'", "the query is not text: what stands at character 8 is none"),
+        ("SELECT INTERVAL '1000000000 days'", "a value does not fit into Python: .*; cast it to VARCHAR"),
+        ("\uff33\uff25\uff2c\uff25\uff23\uff34 1", "syntax error"),  # SELECT in full-width letters
+        ("SELECT $1", "parameters: 1"),
+        ("/* SELECT */ EXPORT DATABASE 'x'", "only queries are allowed, not EXPORT"),
+        ("SELECT 1; /* */ COPY records TO 'x.csv'", "one query at a time"),
+        ("SELECT 1\0; COPY records TO 'x.csv'", "one query at a time|syntax error|unterminated|Invalid"),
+        ("EXPLAIN ANALYZE WITH x AS (COPY (SELECT 1) TO 'x.csv') SELECT 1", "disabled|syntax error|A CTE needs"),
+    ],
+)
+def test_odd_queries_are_refused_in_words(one_run, tmp_path, query, said):
+    assert re.search(said, refusal(one_run, query))
+    assert not (tmp_path / "x.csv").exists()
 
 
 def test_results_as_rows_arrow_and_pandas(run):

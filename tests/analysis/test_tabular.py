@@ -146,7 +146,7 @@ def test_text_lines_up_with_numbers_to_the_right():
         "name      n    norm   ok",
         "---------------------------",
         "fc        1   65504   True",
-        "a b      20       -   False",
+        "a\\nb     20       -   False",
         "-      1.50     nan   True",
     ]
 

@@ -14,7 +14,7 @@ import duckdb
 
 from gradtrace.analysis.check.model import Ask, Checkup, Symptom
 from gradtrace.analysis.check.rule_files import SEVERITIES, Rule, chosen_rules
-from gradtrace.analysis.recording import Recording
+from gradtrace.analysis.recording import Recording, answers
 from gradtrace.errors import NoMatchError
 
 _NO_END = 2**62
@@ -29,6 +29,7 @@ SELECT
 _WHOLE = "SELECT min(step), max(step), list(DISTINCT rank ORDER BY rank) FROM records"
 
 
+@answers
 def check(
     run: Recording,
     *,

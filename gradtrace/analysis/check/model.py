@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 from gradtrace.analysis.check.rule_files import Rule
 from gradtrace.analysis.tabular import Tabular, counted
+from gradtrace.printable import html_words
 
 _TYPES = {
     "rule": "string",
@@ -114,4 +114,4 @@ class Checkup(Tabular):
         return f"{super().__str__()}\n{self.conclusion}" if self.found else self.conclusion
 
     def _repr_html_(self) -> str:
-        return (super()._repr_html_() if self.found else "") + f"<p>{html.escape(self.conclusion)}</p>"
+        return (super()._repr_html_() if self.found else "") + f"<p>{html_words(self.conclusion)}</p>"

@@ -14,7 +14,7 @@ from gradtrace.analysis.compare.pairs import ROWS_AT_ONCE, Aligned, Place
 from gradtrace.analysis.compare.parts import Overlap, Pair, Side, Unmatched
 from gradtrace.analysis.compare.tally import Line, Shared, Tally, kinds
 from gradtrace.analysis.compare.tolerance import default_tolerance, tolerances
-from gradtrace.analysis.recording import Recording
+from gradtrace.analysis.recording import Recording, reading
 from gradtrace.analysis.tabular import counted
 from gradtrace.errors import NoMatchError
 from gradtrace.trace.schema import Record
@@ -50,7 +50,7 @@ def compare(
     ranks = _ranks(a, b, rank)
     names = _matching(a, b, modules)
     tally = Tally()
-    with Aligned(a, b) as aligned:
+    with reading(a, b), Aligned(a, b) as aligned:
         scale = tolerances(_kinds(aligned, "a", ranks), _kinds(aligned, "b", ranks), rtol)
         for number, pair in enumerate(ranks):
             aligned.take_ranks(*pair)

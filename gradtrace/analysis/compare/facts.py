@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from gradtrace.analysis.compare.parts import Change, ChangeKind
+from gradtrace.analysis.labels import names_above
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
 
 Modules = dict[str, ModuleInfo]
@@ -92,13 +93,7 @@ def _topmost(modules: Modules, others: Modules) -> list[str]:
     """Return the modules that the others lack, without those that lie below one of them."""
     alone = [name for name in modules if name not in others]
     there = set(alone)
-    return [name for name in alone if not any(above in there for above in _above(name))]
-
-
-def _above(name: str) -> Iterator[str]:
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+    return [name for name in alone if not any(above and above in there for above in names_above(name))]
 
 
 def _below(modules: Modules, top: str) -> list[tuple[str, str, dict[str, str]]]:

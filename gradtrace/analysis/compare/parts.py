@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from gradtrace.analysis.verdict_model import shape_of
 from gradtrace.trace.schema import Record
 
 ChangeKind = Literal[
@@ -139,7 +139,7 @@ class Pair:
 
 def _side(row: Record) -> dict[str, Any]:
     values = {name: getattr(row, name) for name in _SIDE}
-    return {**values, "shape": json.loads(row.shape) if row.shape else None}
+    return {**values, "shape": shape_of(row)}
 
 
 def number(value: float | None) -> float | str | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from decimal import Decimal
-from html import escape
 from typing import Any
 
 from gradtrace.analysis.compare.model import Difference, ModuleDifference
 from gradtrace.analysis.compare.parts import Change, Kinds, Pair, Side, Unmatched
+from gradtrace.analysis.labels import module_label
 from gradtrace.analysis.tabular import counted, text_table
 from gradtrace.analysis.verdict_text import Table
+from gradtrace.printable import html_text, printable
 from gradtrace.trace.schema import Record
 
 _LABEL = 12
@@ -37,15 +38,16 @@ def notes(difference: Difference) -> Iterator[str]:
 
 def text(difference: Difference) -> str:
     """Return all of it as one text, the notes last."""
-    blocks = (
-        text_table(block.columns, block.rows) if isinstance(block, Table) else block for block in report(difference)
-    )
-    return "\n".join([*blocks, *(f"note: {note}" for note in notes(difference))])
+    lines = [
+        text_table(block.columns, block.rows) if isinstance(block, Table) else printable(block)
+        for block in report(difference)
+    ]
+    return "\n".join([*lines, *(printable(f"note: {note}") for note in notes(difference))])
 
 
 def html(difference: Difference) -> str:
     """Return the text for a notebook."""
-    return f'<pre style="overflow-x:auto">{escape(text(difference))}</pre>'
+    return f'<pre style="overflow-x:auto">{html_text(text(difference))}</pre>'
 
 
 def report(difference: Difference) -> Iterator[str | Table]:
@@ -93,10 +95,10 @@ def _module_change(change: Change) -> str:
     if change.kind == "module_renamed":
         return f"{change.a} in A is {change.b} in B"
     if change.kind == "module_removed":
-        return f"{_module(change.name)} ({change.a})"
+        return f"{module_label(change.name)} ({change.a})"
     if change.kind == "module_added":
-        return f"{_module(change.name)} ({change.b})"
-    return f"{_module(change.name)} {_sides(change.a or 'none', change.b or 'none')}"
+        return f"{module_label(change.name)} ({change.b})"
+    return f"{module_label(change.name)} {_sides(change.a or 'none', change.b or 'none')}"
 
 
 def _kinds(kinds: Kinds, compared: int) -> str:
@@ -133,7 +135,7 @@ def _coverage(difference: Difference) -> Iterator[str]:
 def _unmatched(unmatched: Sequence[Unmatched]) -> str:
     records = sum(one.records for one in unmatched)
     first = min(one.first_step for one in unmatched)
-    names = _some([f"{_module(one.module)} ({one.records:,})" for one in unmatched])
+    names = _some([f"{module_label(one.module)} ({one.records:,})" for one in unmatched])
     return f"has {counted(records, 'record')} in common steps, from step {first} on: {names}"
 
 
@@ -149,7 +151,7 @@ def _answer(difference: Difference) -> Iterator[str | Table]:
     call = f" of call {row.call}" if row.call else ""
     micro = f", pass {row.micro_step}" if row.micro_step else ""
     yield (
-        f"First difference: step {row.step}{micro}{rank}, {row.phase}, {_module(row.module)}{kind}, "
+        f"First difference: step {row.step}{micro}{rank}, {row.phase}, {module_label(row.module)}{kind}, "
         f"{_tensor(row)}{call}"
     )
     yield f"  {_words(pair)}"
@@ -205,7 +207,7 @@ def _row(line: ModuleDifference) -> tuple[Any, ...]:
     name = pair.statistic
     values = (getattr(pair.a, name), getattr(pair.b, name))
     return (
-        _module(line.module),
+        module_label(line.module),
         line.differing,
         line.compared,
         line.first.a.step,
@@ -229,10 +231,6 @@ def _line(label: str, words: str) -> str:
 
 def _sides(a: Any, b: Any) -> str:
     return f"{a} in A, {b} in B"
-
-
-def _module(name: str | None) -> str:
-    return "outside any module" if name is None else name or "(root)"
 
 
 def _tensor(row: Record) -> str:

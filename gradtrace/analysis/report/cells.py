@@ -33,7 +33,7 @@ MOST_ROWS_AT_ONCE = 4_000_000
 
 _PAIRS_AT_THE_ENDS = """
 SELECT count(*) FROM (
-    SELECT DISTINCT module, tensor FROM records
+    SELECT DISTINCT {module}, tensor FROM {records}
     WHERE module IS NOT NULL AND tensor IN {tensors} AND {condition} AND step IN ({first}, {last})
 )
 """
@@ -48,12 +48,12 @@ CREATE OR REPLACE TABLE report_cells (
 _CELLS = """
 INSERT INTO report_cells
 SELECT
-    module, tensor, {column} AS column_number,
+    {module} AS module, tensor, {column} AS column_number,
     max(norm) AS norm, min("min") AS "min", max("max") AS "max",
     max(nan_count) AS nan, max(posinf_count + neginf_count) AS inf,
     count(*) FILTER (WHERE nan_count > 0) AS nan_records,
     count(*) FILTER (WHERE posinf_count > 0 OR neginf_count > 0) AS inf_records
-FROM records
+FROM {records}
 WHERE module IS NOT NULL AND tensor IN {tensors} AND phase <> 'event' AND {condition}
     AND step >= {first} AND step < {end}
 GROUP BY ALL
@@ -98,7 +98,7 @@ def grid_with_room(run: Recording, selection: Selection) -> Grid:
     """
     grid = grid_of(run, selection)
     at_ends = {"tensors": TENSORS, "condition": selection.condition, "first": grid.first, "last": grid.last}
-    pairs = run.execute(_PAIRS_AT_THE_ENDS.format(**at_ends)).fetchall()[0][0]
+    pairs = run.execute(_PAIRS_AT_THE_ENDS.format(**at_ends, **selection.places)).fetchall()[0][0]
     if pairs * grid.count <= MOST_CELLS:
         return grid
     return grid_of(run, selection, max(1, MOST_CELLS // pairs))
@@ -114,8 +114,8 @@ def count_cells(run: Recording, selection: Selection, grid: Grid, progress: Call
     at_once = max(1, min(grid.count, grid.count * MOST_ROWS_AT_ONCE // max(rows, 1)))
     for column in range(0, grid.count, at_once):
         first, end = (grid.first + edge * grid.width for edge in (column, column + at_once))
-        condition = selection.condition
-        run.execute(_CELLS.format(column=grid.column, tensors=TENSORS, condition=condition, first=first, end=end))
+        part = {"column": grid.column, "condition": selection.condition, "first": first, "end": end}
+        run.execute(_CELLS.format(tensors=TENSORS, **part, **selection.places))
         progress(min(1.0, (column + at_once) / grid.count))
     pairs = run.execute("SELECT count(*) FROM (SELECT DISTINCT module, tensor FROM report_cells)").fetchall()[0][0]
     factor = -(-pairs * grid.count // MOST_CELLS)

@@ -19,10 +19,21 @@ Bounds = tuple[int | None, int | None]
 
 @dataclass(frozen=True)
 class Selection:
-    """Which records are drawn: steps from the first bound up to, not including, the second; of one rank or of all."""
+    """Which records are drawn: steps from the first bound up to, not including, the second; of one rank or of all.
+
+    ``folded`` is true where ``report_places`` says which module stands for each.
+    """
 
     bounds: Bounds = (None, None)
     rank: int | None = None
+    folded: bool = False
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where the records are, and the module that each is shown with, in SQL."""
+        if self.folded:
+            return {"records": "records JOIN report_places USING (module)", "module": "shown"}
+        return {"records": "records", "module": "module"}
 
     @property
     def condition(self) -> str:

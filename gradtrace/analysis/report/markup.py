@@ -1,6 +1,8 @@
 """The parts of the page that need no script, as HTML: facts, notes, the verdict and the way of the failure.
 
-All text goes through ``html.escape``: names of modules and words of exceptions are other people's.
+All text is escaped: names of modules and words of exceptions are other people's. Words are made printable first, as on
+a terminal: a name that turns the direction of writing would take the rest of its line with it. Cells of tables, which
+stand alone, hold names as they are.
 """
 
 from __future__ import annotations
@@ -8,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from decimal import Decimal
-from html import escape
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from gradtrace.analysis import verdict_text
+from gradtrace.analysis.labels import module_label
 from gradtrace.analysis.tabular import counted
 from gradtrace.analysis.verdict_text import Table
+from gradtrace.printable import html_text, html_words
 from gradtrace.trace.schema import Record
 
 if TYPE_CHECKING:
@@ -42,13 +45,13 @@ def facts(run: Recording) -> str:
         f"started {info.started[:19].replace('T', ' ')} UTC" if info.started else "",
         run.end,
     ]
-    command = [f"<code>{escape(' '.join(info.command))}</code>"] if info.command else []
-    return " · ".join([*command, *(escape(fact) for fact in known if fact)])
+    command = [f"<code>{html_words(' '.join(info.command))}</code>"] if info.command else []
+    return " · ".join([*command, *(html_words(fact) for fact in known if fact)])
 
 
-def notes(words: Iterable[str]) -> str:
+def notes(remarks: Iterable[str]) -> str:
     """Return a paragraph for each remark on what the page or the recording lacks."""
-    return "\n".join(f'<p class="note">{escape(text)}</p>' for text in words)
+    return "\n".join(f'<p class="note">{html_words(text)}</p>' for text in remarks)
 
 
 def verdict(found: Verdict, path: Sequence[Stop | int]) -> str:
@@ -61,9 +64,9 @@ def verdict(found: Verdict, path: Sequence[Stop | int]) -> str:
     further = [section for section in sections[1:] if str(section[0]) not in mends]
     headline, *answer = sections[0]
     parts = [
-        f'<p class="headline">{escape(str(headline))}</p>',
-        _definitions(answer) if found.found else "".join(f"<p>{escape(str(line))}</p>" for line in answer),
-        *(f'<p class="mend"><strong>Usual mend</strong> {escape(text.removeprefix(_MEND))}</p>' for text in mends),
+        f'<p class="headline">{html_words(str(headline))}</p>',
+        _definitions(answer) if found.found else "".join(f"<p>{html_words(str(line))}</p>" for line in answer),
+        *(f'<p class="mend"><strong>Usual mend</strong> {html_words(text.removeprefix(_MEND))}</p>' for text in mends),
         _path(path, next((str(line)[_LABELLED:] for line in answer if str(line).startswith("  reached ")), "")),
         *(_section(section) for section in further),
     ]
@@ -72,19 +75,20 @@ def verdict(found: Verdict, path: Sequence[Stop | int]) -> str:
 
 def _definitions(lines: Iterable[str | Table]) -> str:
     pairs = ((str(line)[:_LABELLED].strip(), str(line)[_LABELLED:]) for line in lines)
-    return f"<dl>{''.join(f'<dt>{escape(label)}</dt><dd>{escape(text)}</dd>' for label, text in pairs)}</dl>"
+    return f"<dl>{''.join(f'<dt>{html_words(label)}</dt><dd>{html_words(text)}</dd>' for label, text in pairs)}</dl>"
 
 
 def _section(blocks: Sequence[str | Table]) -> str:
     title, *rest = blocks
     body = "".join(
-        _table(block) if isinstance(block, Table) else f'<p class="lines value">{escape(block)}</p>' for block in rest
+        _table(block) if isinstance(block, Table) else f'<p class="lines value">{html_words(block)}</p>'
+        for block in rest
     )
-    return f"<details><summary>{escape(str(title))}</summary>{body}</details>"
+    return f"<details><summary>{html_words(str(title))}</summary>{body}</details>"
 
 
 def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(name)}</th>" for name in table.columns)
+    head = "".join(f"<th>{html_words(name)}</th>" for name in table.columns)
     body = "".join(_row(row) for row in table.rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 
@@ -96,14 +100,14 @@ def _row(row: Sequence[Any]) -> str:
 
 def _cell(value: Any) -> str:
     numeric = ' class="number"' if value is None or isinstance(value, (int, float, Decimal)) else ""
-    return f"<td{numeric}>{escape('-' if value is None else str(value))}</td>"
+    return f"<td{numeric}>{html_text('-' if value is None else str(value))}</td>"
 
 
 def _path(path: Sequence[Stop | int], reached: str) -> str:
     if not path:
         return ""
     stops = "".join(_stop(stop) for stop in path)
-    end = f'<li class="reached"><span class="when">then</span> reached {escape(reached)}</li>' if reached else ""
+    end = f'<li class="reached"><span class="when">then</span> reached {html_words(reached)}</li>' if reached else ""
     return f'<h3>Path of the failure</h3><ol class="path">{stops}{end}</ol>'
 
 
@@ -112,17 +116,13 @@ def _stop(stop: Stop | int) -> str:
         return f'<li class="passed-on"><span class="when">and on through {counted(stop, "more place")}</span></li>'
     row, fate = stop.first, stop.fate.value if stop.fate else ""
     tensors = ", ".join(dict.fromkeys(f"{one.tensor} {one.path}".strip() for one in stop.records))
-    place = " ".join(filter(None, (_module(row.module), tensors if row.module is not None or row.tensor else "")))
-    mark = f'<span class="fate">{escape(fate)}</span>' if fate else ""
+    place = " ".join(filter(None, ("" if row.module is None else module_label(row.module), tensors)))
+    mark = f'<span class="fate">{html_words(fate)}</span>' if fate else ""
     return (
         f'<li class="{fate.replace(" ", "-") or "finite"}">'
-        f'<span class="when">step {row.step}, {escape(row.phase)}</span>'
-        f'<span class="place">{escape(place)}</span><span class="value">{escape(_held(stop.records))}</span>{mark}</li>'
+        f'<span class="when">step {row.step}, {html_words(row.phase)}</span>'
+        f'<span class="place">{html_words(place)}</span><span class="value">{_held(stop.records)}</span>{mark}</li>'
     )
-
-
-def _module(name: str | None) -> str:
-    return "" if name is None else name or "(root)"
 
 
 def _held(records: Sequence[Record]) -> str:

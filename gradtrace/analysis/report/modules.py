@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from gradtrace.analysis.report.grid import Selection
+from gradtrace.analysis.scene import nearest_above
 
 if TYPE_CHECKING:
     from gradtrace.analysis.recording import Recording
@@ -14,12 +15,14 @@ if TYPE_CHECKING:
 _MODULES = """
 SELECT module, type, parameters, calls
 FROM (
-    SELECT module, number, type, parameters, calls FROM modules
+    SELECT module, number, type, parameters, calls FROM modules {shown}
     UNION ALL
     SELECT DISTINCT module, NULL, '', 0, 0 FROM report_cells ANTI JOIN modules USING (module)
 )
 ORDER BY number NULLS LAST, module
 """
+
+_SHOWN = "SEMI JOIN report_places ON modules.module = report_places.shown"
 
 _MEASURED = """
 SELECT
@@ -36,14 +39,14 @@ GROUP BY module
 _LAST_GRAD_NORMS = """
 SELECT module, max(norm)
 FROM (
-    SELECT rank, module, sqrt(sum(norm * norm)) AS norm
+    SELECT rank, shown AS module, sqrt(sum(norm * norm)) AS norm
     FROM (
-        SELECT rank, module, path, arg_max(norm, seq) AS norm
-        FROM records
+        SELECT rank, {module} AS shown, module, path, arg_max(norm, seq) AS norm
+        FROM {records}
         WHERE tensor = 'grad' AND nan_count + posinf_count + neginf_count = 0 AND {condition}
-        GROUP BY rank, module, path
+        GROUP BY rank, shown, module, path
     )
-    GROUP BY rank, module
+    GROUP BY rank, shown
 )
 WHERE module IS NOT NULL
 GROUP BY module
@@ -72,7 +75,7 @@ class Module:
 
 def modules(run: Recording, selection: Selection) -> list[Module]:
     """Return the modules in model order, each after the one it lies in. ``report_cells`` has to be there."""
-    rows = run.execute(_MODULES).fetchall()
+    rows = run.execute(_MODULES.format(shown=_SHOWN if selection.folded else "")).fetchall()
     names = parents_first([row[0] for row in rows])
     facts = {name: (kind, parameters, calls) for name, kind, parameters, calls in rows}
     parents = parents_of(names)
@@ -80,7 +83,9 @@ def modules(run: Recording, selection: Selection) -> list[Module]:
     for name, output, grad, param, nan, inf in run.execute(_MEASURED).fetchall():
         module = found[name]
         module.max_output, module.max_grad, module.max_param, module.nan, module.inf = output, grad, param, nan, inf
-    for name, norm in run.execute(_LAST_GRAD_NORMS.format(condition=selection.condition)).fetchall():
+    for name, norm in run.execute(
+        _LAST_GRAD_NORMS.format(condition=selection.condition, **selection.places)
+    ).fetchall():
         found[name].grad_norm = norm
     return list(found.values())
 
@@ -88,15 +93,8 @@ def modules(run: Recording, selection: Selection) -> list[Module]:
 def parents_of(names: list[str]) -> dict[str, int | None]:
     """Return for each name the place of the nearest module around it; modules that the list lacks are passed over."""
     places = {name: place for place, name in enumerate(names)}
-
-    def around(name: str) -> int | None:
-        while name:
-            name = name.rpartition(".")[0]
-            if name in places:
-                return places[name]
-        return None
-
-    return {name: around(name) for name in names}
+    above = {name: nearest_above(name, places) for name in names}
+    return {name: None if outer is None else places[outer] for name, outer in above.items()}
 
 
 def parents_first(names: list[str]) -> list[str]:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable
-from html import escape
 from importlib import resources
 from string import Template
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 from gradtrace.analysis.report import markup
 from gradtrace.analysis.report.cells import Planes, count_cells, grid_with_room, planes
 from gradtrace.analysis.report.course import Course, Event, courses, events
+from gradtrace.analysis.report.folding import fold
 from gradtrace.analysis.report.grid import Grid, Selection
 from gradtrace.analysis.report.modules import Module, modules
 from gradtrace.analysis.report.path import failure_path
 from gradtrace.analysis.verdict import first_nan
 from gradtrace.analysis.verdict_text import notes as verdict_notes
 from gradtrace.errors import MissingPackageError
+from gradtrace.printable import html_words
 
 if TYPE_CHECKING:
     from gradtrace.analysis.recording import Recording
@@ -68,13 +69,15 @@ def collect(run: Recording, selection: Selection, progress: Callable[[float], No
     """
     verdict = first_nan(run, steps=selection.bounds, rank=selection.rank)
     progress(0.1)
+    folded = fold(run, verdict.finding.row.module if verdict.finding else None)
+    selection = dataclasses.replace(selection, folded=folded > 0)
     grid = count_cells(run, selection, grid_with_room(run, selection), lambda share: progress(0.1 + 0.6 * share))
     listed = modules(run, selection)
     tensors = planes(run, grid, {module.name: place for place, module in enumerate(listed)})
     progress(0.8)
     found = Contents(verdict, grid, listed, tensors, courses(run, selection, grid), events(run, selection, grid), [])
-    run.execute("DROP TABLE report_cells")
-    found.notes = [*verdict_notes(verdict), *_drawing_notes(run, selection, grid)]
+    run.execute("DROP TABLE report_cells; DROP TABLE report_places")
+    found.notes = [*verdict_notes(verdict), *_drawing_notes(run, selection, grid), *_folding_notes(folded, listed)]
     progress(0.9)
     return found
 
@@ -87,7 +90,7 @@ def render(run: Recording, found: Contents, plotly: str, title: str | None = Non
     page = Template((assets / "page.html").read_text(encoding="utf-8")).substitute(
         generator=GENERATOR,
         policy=_policy(plotly, script),
-        title=escape(title or markup.name_of(run)),
+        title=html_words(title or markup.name_of(run)),
         style=(assets / "style.css").read_text(encoding="utf-8"),
         facts=markup.facts(run),
         notes=markup.notes(found.notes),
@@ -135,6 +138,15 @@ def _data(run: Recording, found: Contents) -> dict[str, Any]:
 
 def _number(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _folding_notes(folded: int, listed: list[Module]) -> list[str]:
+    if not folded:
+        return []
+    return [
+        f"{folded + len(listed):,} modules are too many for a page: {len(listed):,} are shown, the others "
+        "count as part of the nearest one above them that is"
+    ]
 
 
 def _drawing_notes(run: Recording, selection: Selection, grid: Grid) -> list[str]:

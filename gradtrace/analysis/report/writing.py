@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from gradtrace.analysis.recording import answers
 from gradtrace.analysis.report.grid import Bounds, Selection
 from gradtrace.analysis.report.page import Contents, collect, plotly_script, render
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from gradtrace.analysis.recording import Recording
 
 
+@answers
 def report_html(
     run: Recording,
     *,
@@ -38,6 +40,7 @@ def report_html(
     return render(run, found, plotly, title), found
 
 
+@answers
 def write_report(
     run: Recording,
     output: str | os.PathLike[str],
@@ -60,7 +63,20 @@ def write_report(
 
 
 def put(text: str, path: Path) -> None:
-    """Write text to a file beside ``path``, then give it that name."""
+    """Write text to a file beside ``path``, then give it that name.
+
+    Raises:
+        OSError: it cannot be written; what was there before is untouched.
+    """
+    try:
+        _put(text, path)
+    except OSError as error:
+        if error.errno is not None:  # a full disk names no file, others the temporary one
+            error.filename = os.fspath(path)
+        raise
+
+
+def _put(text: str, path: Path) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", newline="\n") as file:

@@ -130,6 +130,7 @@ async function start() {
   if (HAS_TENSORS) fillControls();
   if (DATA.failure && DATA.failure.module !== null) {
     unfoldAround(DATA.failure.module);
+    if (countRows() > MOST_ROWS) foldTo(Number(CONTROL.depth.value));
     choose({ module: DATA.failure.module, end: DATA.failure.module + 1 });
   }
   if (DATA.grid.count > 0) {

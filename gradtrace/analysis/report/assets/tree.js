@@ -2,6 +2,7 @@
 
 const TREE = growTree(DATA.modules.parent);
 const foldedModules = new Set();
+const MOST_ROWS = 2000; // more are drawn only where they are asked for
 
 function growTree(parents) {
   const depth = [];
@@ -48,16 +49,18 @@ function anyBetween(isThere, start, end) {
   return false;
 }
 
-// The greatest depth that a screen has room for.
+// The greatest depth that a screen has room for; one level is shown however many it has, up to what can be drawn.
 function roomyDepth(most) {
-  let depth = 1;
+  let depth = 0;
   while (depth < TREE.deepest) {
     foldTo(depth + 1);
-    if (visibleRows(() => true).length > most) break;
+    if (countRows() > (depth === 0 ? MOST_ROWS : most)) break;
     depth++;
   }
   return depth;
 }
+
+const countRows = () => visibleRows(() => true).length;
 
 function nameOf(module) {
   return DATA.modules.name[module] || `(root) ${DATA.modules.type[module]}`.trim();
