@@ -17,7 +17,7 @@ PYTEST_ARGS ?=
 DEMO_RUN := demo.parquet
 PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
 
-.PHONY: demo test lint docs test-integrations chromium peers clean
+.PHONY: demo test soak test-lowest lint docs test-integrations chromium peers clean
 
 demo: .venv/.installed
 	.venv/bin/gradtrace record --force -o $(DEMO_RUN) examples/char_transformer.py --steps 30
@@ -25,6 +25,17 @@ demo: .venv/.installed
 
 test: lint
 	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest -n auto tests --ignore=tests/integrations $(PYTEST_ARGS)
+
+# The long ones, one at a time since they measure; what they measure goes to tests/soak/results, and from there to docs/soak.md.
+soak: .venv-test/.installed
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --timeout 1800 -p no:xdist tests/soak $(PYTEST_ARGS)
+	.venv-test/bin/python docs/generate.py
+
+# The oldest versions that pyproject.toml claims, with all that reads recordings and answers, and some that records.
+LOWEST := tests/trace tests/analysis tests/cli tests/test_packaging.py tests/test_settings.py
+
+test-lowest: .venv-lowest/.installed
+	OMP_NUM_THREADS=1 .venv-lowest/bin/python -m pytest -n auto $(LOWEST) $(PYTEST_ARGS)
 
 lint: .venv-test/.installed
 	.venv-test/bin/ruff check .
@@ -53,7 +64,7 @@ peers: .venv-peers/.installed
 	.venv-peers/bin/python -m benchmarks.zoo --peers
 
 clean:
-	rm -rf .venv .venv-test .venv-integrations .venv-peers build dist *.egg-info
+	rm -rf .venv .venv-test .venv-lowest .venv-integrations .venv-peers build dist *.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	rm -rf $(DEMO_RUN) $(DEMO_RUN).parts $(DEMO_RUN:.parquet=.capsule.pt)
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -69,6 +80,17 @@ clean:
 	$(PYTHON) -m venv .venv-test
 	.venv-test/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1'
 	.venv-test/bin/python $(PIP_INSTALL) $(TORCH) --editable . --group dev
+	touch $@
+
+# uv knows which versions are the oldest; pip installs them, since it finds the torch that the others have. pandas 3 warns of
+# what the oldest Arrow does.
+.venv-lowest/.installed: pyproject.toml Makefile
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python $(PIP_INSTALL) --upgrade 'pip>=25.1' uv
+	.venv-lowest/bin/uv pip compile --quiet --no-deps --no-header --no-annotate --resolution lowest-direct --all-extras \
+		--output-file .venv-lowest/lowest.txt pyproject.toml
+	.venv-lowest/bin/python $(PIP_INSTALL) --constraint .venv-lowest/lowest.txt \
+		--editable '.[torch,report,tensorboard]' --group test 'pandas<3'
 	touch $@
 
 .venv-integrations/.installed: pyproject.toml Makefile

@@ -12,10 +12,11 @@ import torch
 def machine() -> str:
     """Return processor, cores, threads of torch and versions in one line."""
     threads = f"{os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    return f"{_processor()}, {threads}, torch {torch.__version__}, Python {platform.python_version()}"
+    return f"{processor()}, {threads}, torch {torch.__version__}, Python {platform.python_version()}"
 
 
-def _processor() -> str:
+def processor() -> str:
+    """Return the processor's name as the system has it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
