@@ -14,7 +14,7 @@ DOCS = Path(__file__).parent
 PARTLY = {"columns.md": "columns_page", "commands.md": "commands_page"}
 """Pages with generated parts, and the file of this folder whose ``page(text)`` makes these anew."""
 
-WHOLLY = {"rules.md": "rules_page"}
+WHOLLY = {"rules.md": "rules_page", "soak.md": "soak_page", "soak.svg": "soak_plot"}
 """Pages that are generated altogether, and the file of this folder whose ``page()`` returns the text."""
 
 PAGES = PARTLY | WHOLLY

@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 
+from gradtrace.analysis.report.folding import MOST_MODULES
 from gradtrace.analysis.run import open_run
+from gradtrace.printable import printable
 from gradtrace.trace.runinfo import ModuleInfo
 from gradtrace.trace.schema import Record
+from tests.hostile import ALL, write_hostile_run
+from tests.hostile import NAMES as HOSTILE_NAMES
 from tests.traces import write_run
 
 NAMES = ("", "body", "body.0", "body.0.linear", "body.1", "body.1.linear", "head")
@@ -323,6 +327,55 @@ def test_hostile_names_are_shown_as_they_are_and_do_nothing(browser: Browser, tm
     assert "".join(labels).count("<b>bold") + "".join(labels).count("<a href") >= 1
     assert page.locator("#heatmap a, #table img, #verdict img").count() == 0
     assert page.evaluate("window.broken") is None
+    visit.close()
+
+
+def test_a_recording_that_is_hostile_throughout_is_a_page_that_does_nothing(browser: Browser, tmp_path: Path) -> None:
+    with open_run(write_hostile_run(tmp_path / "run.parquet")) as run:
+        visit = Visit(browser, run.report(tmp_path / "run.html", title=ALL))
+        cells = f"{run.first_nan()._repr_html_()}{run.summary()._repr_html_()}{run.sql('from modules')._repr_html_()}"
+    page = visit.page
+    dialogs: list[str] = []
+    page.on("dialog", lambda dialog: dialogs.append(dialog.message))
+    in_table = page.locator("#table tbody tr td:first-child").all_text_contents()
+    assert (in_table[0], sorted(in_table[1:])) == (f"(root) {ALL}", sorted(HOSTILE_NAMES))
+    for place in ("title", "h1", ".headline"):
+        assert printable(ALL) in (page.locator(place).first.text_content() or "")
+    assert page.locator("#verdict img, #verdict script, #verdict a, #heatmap a, #table img").count() == 0
+    for name in HOSTILE_NAMES:
+        if len(name) < 5_000:
+            page.evaluate("(module) => chooseModule(module)", HOSTILE_NAMES.index(name) + 1)
+    assert page.evaluate("window.broken") is None
+    assert dialogs == []
+    visit.close()
+    # A notebook has no policy that would stop a script, and is asked to run none.
+    notebook = browser.new_context().new_page()
+    notebook.set_content(f"<!DOCTYPE html><body>{cells}</body>")
+    assert notebook.locator("img, script, a").count() == 0
+    assert notebook.evaluate("window.broken") is None
+    shown = notebook.locator("table").last.locator("tbody tr td:first-child").all_text_contents()
+    assert shown == ["", *(name.replace("\0", "\\x00") for name in HOSTILE_NAMES)]
+    notebook.context.close()
+
+
+def test_a_page_of_as_many_modules_as_it_takes_opens(browser: Browser, tmp_path: Path) -> None:
+    names = ("", *(f"experts.{number}" for number in range(2 * MOST_MODULES)))
+    counts = {"numel": 4, "posinf_count": 0, "neginf_count": 0, "min": -1.0, "max": 1.0, "norm": 2.0}
+    rows = [
+        Record(0, seq, "forward", "output", name, "0", nan_count=int(seq > MOST_MODULES), **counts)  # type: ignore[arg-type]
+        for seq, name in enumerate(names)
+    ]
+    modules = [ModuleInfo(name, "Linear", root=not name, depth=2 if name else 0, calls=1) for name in names]
+    with open_run(write_run(tmp_path / "run.parquet", rows, modules=modules)) as run:
+        page_of = run.report(tmp_path / "run.html")
+    started = time.monotonic()
+    visit = Visit(browser, page_of)
+    assert time.monotonic() - started < 60
+    assert visit.page.locator("#table tbody tr").count() == MOST_MODULES
+    notes = visit.page.locator(".note").all_inner_texts()
+    assert any(
+        note.startswith(f"{len(names):,} modules are too many for a page: {MOST_MODULES:,} are shown") for note in notes
+    )
     visit.close()
 
 
