@@ -28,7 +28,7 @@ test: lint
 
 # The long ones, one at a time since they measure; what they measure goes to tests/soak/results, and from there to docs/soak.md.
 soak: .venv-test/.installed
-	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --timeout 1800 -p no:xdist tests/soak $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 .venv-test/bin/python -m pytest --timeout 3600 -p no:xdist tests/soak $(PYTEST_ARGS)
 	.venv-test/bin/python docs/generate.py
 
 # The oldest versions that pyproject.toml claims, with all that reads recordings and answers, and some that records.

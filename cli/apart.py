@@ -13,7 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .lines import say
@@ -67,9 +67,9 @@ def limit_growth(most: int) -> None:
 
     has = re.search(r"^VmData:\s+(\d+) kB$", status.read_text(encoding="ascii", errors="replace"), re.MULTILINE)
     if has is not None:
-        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
-        soft = int(has[1]) * 1024 + most + _GROWTH
-        resource.setrlimit(resource.RLIMIT_DATA, (soft if hard < 0 else min(soft, hard), hard))
+        soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        wanted = int(has[1]) * 1024 + most + _GROWTH
+        resource.setrlimit(resource.RLIMIT_DATA, (min(wanted, soft) if soft >= 0 else wanted, hard))
 
 
 @contextmanager
@@ -109,8 +109,9 @@ def _die_with(alive: int) -> None:
     import fcntl
 
     signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
+    with suppress(OSError):  # not every system has signals of pipes
+        fcntl.fcntl(alive, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(alive, fcntl.F_SETFL, fcntl.fcntl(alive, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _wait(child: int) -> int:

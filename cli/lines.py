@@ -7,10 +7,22 @@ No other module of the command line writes to a stream. Text that is data for a 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
+from collections.abc import Iterator
 from typing import TextIO
 
 from gradtrace.printable import json_ascii, printable, shortened
+
+
+@contextlib.contextmanager
+def open_streams() -> Iterator[None]:
+    """Let what is written go nowhere where the process was started without a stdout or stderr."""
+    with contextlib.ExitStack() as opened:
+        for name, redirect in (("stdout", contextlib.redirect_stdout), ("stderr", contextlib.redirect_stderr)):
+            if getattr(sys, name) is None:
+                opened.enter_context(redirect(opened.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        yield
 
 
 def line(text: str = "", out: TextIO | None = None) -> None:

@@ -6,10 +6,12 @@ at their head.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import click
@@ -24,7 +26,7 @@ from gradtrace.errors import (
     RunNotFoundError,
 )
 
-from .lines import say
+from .lines import open_streams, say
 from .record_plan import RecordPlan
 
 _SECTIONS = {
@@ -39,6 +41,9 @@ _SECTIONS = {
     "Share": {"report": ".report:report", "export": ".export:export"},
 }
 _COMMANDS = {name: place for section in _SECTIONS.values() for name, place in section.items()}
+_READING = frozenset({*_SECTIONS["Ask"], *_SECTIONS["Share"]})
+
+_MOST_FILES = 10_240  # where there is no limit; macOS takes no more
 
 _COMPLETE = "_GRADTRACE_COMPLETE"  # click's name for it
 _DUCKDB_INTERRUPTED = "Query interrupted"  # what DuckDB makes of Ctrl-C
@@ -118,6 +123,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Raises:
         BaseException: under ``record``, what the script did not catch, for the interpreter to show.
     """
+    with open_streams():
+        outcome = _outcome(arguments)
+    if isinstance(outcome, RecordPlan):
+        from . import recording
+
+        # From here on the script is alone: neither click nor an except clause of ours stands below it.
+        recording.run(outcome)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _outcome(arguments: Sequence[str] | None) -> Any:
+    """Return the exit code of a command, or the plan of a recording."""
+    if arguments is None and sys.argv[1:2] and sys.argv[1] in _READING:
+        _allow_many_files()
+        gc.disable()  # facts of a million modules are no garbage, however often the collector looks at all of them
     if arguments is None and sys.argv[1:2] == ["sql"] and not os.environ.get(_COMPLETE):
         from .apart import run_apart
 
@@ -138,12 +158,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_BROKEN_PIPE
     except (GradtraceError, click.ClickException, OSError) as error:
         return _report(error)
-    if isinstance(outcome, RecordPlan):
-        from . import recording
+    return outcome
 
-        # From here on the script is alone: neither click nor an except clause of ours stands below it.
-        recording.run(outcome)
-    return outcome if isinstance(outcome, int) else 0
+
+def _allow_many_files() -> None:
+    """Let this process have as many files open as it may: several ranks that were killed have some thousand pieces."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = hard if hard >= 0 else _MOST_FILES
+    if 0 <= soft < most:
+        with suppress(OSError, ValueError):  # a system may have a limit that it does not tell
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def _ask_click(arguments: list[str]) -> Any:

@@ -20,6 +20,7 @@ _COLUMNS = ", ".join('NULL AS "time"' if name == "time" else f'"{name}"' for nam
 _BAD = "(nan_count > 0 OR posinf_count > 0 OR neginf_count > 0)"
 _COUNTS = ("nan_count", "posinf_count", "neginf_count")
 _STATE = "tensor IN ('param', 'buffer')"
+_ROWS_AT_ONCE = 20_000
 _SCALARS = "('lr', 'loss_scale', 'grad_norm')"
 _KEY = "module IS NOT DISTINCT FROM ? AND tensor = ? AND path = ?"
 
@@ -115,10 +116,14 @@ class Evidence:
         return int(self._fetch(query, [row.rank, row.step])[0][0])
 
     def scene(self, last: Record) -> list[Record]:
-        """Return the passes of a step from the first with a non-finite value to the one of ``last``."""
+        """Return the passes of a step from the first with a non-finite value to the one of ``last``.
+
+        Parameters and buffers that are finite are left out: no rule asks for them, and there may be a million.
+        """
         query = f"""
             SELECT {_COLUMNS} FROM boundaries
             WHERE rank = ? AND step = ? AND micro_step <= ? AND phase <> 'event' AND tensor <> 'grad_norm'
+            AND ({_BAD} OR NOT {_STATE})
             AND micro_step >= (
                 SELECT min(micro_step) FROM bad_records WHERE rank = ? AND step = ? AND seq <= ?
                 AND NOT (phase = 'input' AND {_STATE})
@@ -292,7 +297,11 @@ class Evidence:
         return " UNION ALL ".join(scans) or "SELECT * FROM boundaries WHERE false"
 
     def _records(self, query: str, parameters: Sequence[Any] = ()) -> list[Record]:
-        return [Record._make(row) for row in self._fetch(query, parameters)]
+        cursor = self._run.execute(query, parameters)
+        found: list[Record] = []
+        while some := cursor.fetchmany(_ROWS_AT_ONCE):  # millions of rows would be there twice
+            found += map(Record._make, some)
+        return found
 
     def _fetch(self, query: str, parameters: Sequence[Any] = ()) -> list[Any]:
         return self._run.execute(query, parameters).fetchall()

@@ -6,6 +6,7 @@ missing between them is said.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -18,6 +19,7 @@ import duckdb
 
 from gradtrace.analysis.locate import demand_regular, settled
 from gradtrace.analysis.soundness import (
+    TOO_MANY_FILES,
     DamagedError,
     Extent,
     demand_columns,
@@ -103,6 +105,8 @@ class Pieces:
         except FileNotFoundError:
             raise
         except (NotARunError, duckdb.Error, OSError) as error:
+            if isinstance(error, OSError) and error.errno == errno.EMFILE:
+                raise OSError(errno.EMFILE, TOO_MANY_FILES, str(path)) from None
             self._problems[path] = problem_of(error, path)
             return False
         return True

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
+from threading import Lock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -89,20 +90,30 @@ class Recording:
         self.path = os.fspath(path)
         self._files = ExitStack()
         self._finalizer = weakref.finalize(self, self._files.close)
-        self.connection = native_connection()
-        found = find_sources(self.path, self._files, self.connection)
+        self._connection = native_connection()
+        self._lock = Lock()
+        self._has_views = False
+        found = find_sources(self.path, self._files, self._connection)
         sources, self.missing = found.ranks, found.missing
         self.damage: list[str] = list(found.damage)
         self._parquet = [file for source in sources for file in source.parquet]
         self._journals = [table for source in sources for table in source.journals]
         with reading(self):
-            add_records(self.connection, self._parquet, self._journals)
+            add_records(self._connection, self._parquet, self._journals)
             self.infos: list[RunInfo] = [self._settled(source) for source in sources]
         for source, info in zip(sources, self.infos, strict=True):
             damage = list(_damage(source, info))
             self.damage += damage
             self.missing += [*damage, *_missing(source, info)]
-        add_views(self.connection, self.infos)
+
+    @property
+    def connection(self) -> duckdb.DuckDBPyConnection:
+        """The connection with all views; they are made when it is first asked for, which ``sql`` never does."""
+        with self._lock:
+            if not self._has_views:
+                add_views(self._connection, self.infos)
+                self._has_views = True
+        return self._connection
 
     @property
     def info(self) -> RunInfo:
@@ -167,7 +178,7 @@ class Recording:
 
     def close(self) -> None:
         """Let go of the files. Closing twice is harmless."""
-        self.connection.close()
+        self._connection.close()
         self._finalizer()
 
     def _demand_open(self) -> None:
@@ -188,7 +199,7 @@ class Recording:
         if source.finished:
             return info
         query = "SELECT count(*), count(DISTINCT step), max(step) FROM records WHERE rank = ?"
-        row = self.execute(query, [info.rank]).fetchone()
+        row = self._connection.cursor().execute(query, [info.rank]).fetchone()
         assert row is not None
         return replace(info, records=row[0], steps=row[1], last_step=row[2])
 

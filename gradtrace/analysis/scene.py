@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from gradtrace.analysis.labels import names_above
@@ -96,6 +97,10 @@ class Scene:
                     self._takers[_signature(row)].append(row)
         self._parents = _parents(self.rows, self._roots)
 
+    @cached_property
+    def _called(self) -> frozenset[str]:
+        return frozenset(call.module for call in self._by_call)
+
     def of_call(self, call: Call, tensor: str) -> list[Record]:
         """Return the call's records of ``tensor``: input, output, grad_output or grad_input."""
         return [row for row in self._by_call.get(call, ()) if row.tensor == tensor]
@@ -123,7 +128,7 @@ class Scene:
 
     def was_called(self, module: str) -> bool:
         """Whether the module was called in these records."""
-        return any(call.module == module for call in self._by_call)
+        return module in self._called
 
 
 def nearest_above(module: str, names: Collection[str]) -> str | None:

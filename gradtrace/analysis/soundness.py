@@ -5,6 +5,7 @@ What is said of a file follows on its name: "is cut off: ...".
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
 import re
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 AGAIN = "copy it again from where it was recorded"
+
+TOO_MANY_FILES = "it has more files than may be open at a time; allow more (ulimit -n)"
 
 _TYPES: dict[Type, str] = {
     "int32": "INTEGER",
@@ -64,6 +67,8 @@ def problem_of(error: Exception, path: object) -> str:
     if isinstance(error, NotARunError):
         return str(error.args[0]).removeprefix(f"{path} ")
     first_line = _KIND.sub("", str(error).strip().partition("\n")[0])
+    if first_line.endswith(os.strerror(errno.EMFILE)):
+        return f"cannot be read: {TOO_MANY_FILES}"
     return f"is damaged: DuckDB says {first_line[:_SHOWN]!r}; {AGAIN}"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import resources
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradtrace.errors import MissingPackageError, NoMatchError, RunExistsError
 
 _SUFFIX = ".gradtrace"  # how an earlier export is told from other event files
 _RECORDS_AT_ONCE = 250_000
+_SCALARS_AT_ONCE = 100_000
 _LARGEST = 3.4028234663852886e38  # TensorBoard's scalars are float32: what is finite must not become inf
 
 _COUNTS = """
@@ -130,7 +131,9 @@ def _rows(run: Recording, counts: list[tuple[int, int]], progress: Callable[[flo
     progress(0.0)
     for steps in _stretches(counts):
         bounds = {"first": steps[0], "last": steps[-1], "steps": steps, "bad": bad}
-        yield from run.execute(query, bounds).fetchall()
+        found = run.execute(query, bounds)
+        while some := found.fetchmany(_SCALARS_AT_ONCE):
+            yield from some
         done += len(steps)
         progress(done / len(counts))
 
@@ -149,9 +152,10 @@ def _stretches(counts: list[tuple[int, int]]) -> Iterator[list[int]]:
 
 
 def _events(rows: Rows) -> Iterator[tuple[int, int, float, list[tuple[str, float]]]]:
+    """Yield rank, step, time and scalars; a step of a million modules in several events, which TensorBoard joins."""
     for (step, rank), group in groupby(rows, key=lambda row: (row[1], row[0])):
-        members = list(group)
-        yield rank, step, members[0][2], [(tag, value) for *_, tag, value in members]
+        while members := list(islice(group, _SCALARS_AT_ONCE)):
+            yield rank, step, members[0][2], [(tag, value) for *_, tag, value in members]
 
 
 def _writers(run: Recording, directory: Path, stack: ExitStack) -> dict[int, _Writer]:

@@ -97,11 +97,11 @@ class Calls:
                 return call(module, *args, **kwargs)
             try:
                 result = call(module, *args, **kwargs)
+                grad_mode = _grad_mode()  # a signal's handler may raise here, too
             except BaseException:
                 abandon(frame)
                 raise
             if session.active:
-                grad_mode = _grad_mode()
                 try:
                     finish(frame, result)
                 except BaseException as error:

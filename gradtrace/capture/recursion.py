@@ -12,6 +12,8 @@ import threading
 
 _OWN = 200
 """Frames of gradtrace's own beyond the script's innermost."""
+_MOST = 1_000
+"""A limit that the script has raised as far as its stack goes is not to be raised by as much as a half again."""
 
 _lock = threading.Lock()
 _rooms: list[StackRoom] = []
@@ -22,12 +24,12 @@ class StackRoom:
     """The room that one recording needs; the first one raises the limit, and the last one puts it back."""
 
     def install(self) -> None:
-        """Have the limit of recursion raised by a half."""
+        """Have the limit of recursion raised by a half, or by a thousand where that is less."""
         global _before, _raised
         with _lock:
             if not _rooms:
                 _before = sys.getrecursionlimit()
-                _raised = _before + _before // 2 + _OWN
+                _raised = _before + min(_before // 2, _MOST) + _OWN
                 sys.setrecursionlimit(_raised)
             _rooms.append(self)
 

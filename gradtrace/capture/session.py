@@ -206,12 +206,11 @@ class Session:
         """
         if isinstance(error, NonFiniteError):
             raise error
-        meant_for_script = sent(error)
-        if meant_for_script is None:
+        if sent(error) is None:
             self.fail(error)
             return
         _set_grad_mode(grad_mode)  # a handler runs before an ``__exit__`` does anything, too
-        raise meant_for_script
+        let_pass(error)
 
     def guarded(self, function: Callable[P, R]) -> Callable[P, R | None]:
         """Return ``function`` with its errors turned into ``fail``; it does nothing once the session ended."""

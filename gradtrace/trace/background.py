@@ -91,4 +91,6 @@ def _result(job: Job) -> Exception | None:
         job()
     except Exception as error:
         return error
+    except BaseException as error:  # that another thread has sent here; without an answer the training would hang
+        return RuntimeError(f"interrupted by {type(error).__name__}")
     return None

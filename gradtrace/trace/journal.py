@@ -14,6 +14,7 @@ import errno
 import os
 import struct
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gradtrace.trace.arrow import ARROW_SCHEMA
+from gradtrace.trace.descriptor import Descriptor
 
 _SINGLE = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 """Types whose norm has the precision of a float32: it is the sum of that many squares in float32, or its root."""
@@ -100,24 +102,22 @@ class _Sink:
         self.bytes = self._checked = 0
         self.closed = False
         self._broken = False
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._data = os.open(path, flags, 0o666)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND
+        self._data = Descriptor(path, flags)
         try:
-            self._checksums = os.open(checksums_of(path), flags, 0o666)
+            self._checksums = Descriptor(checksums_of(path), flags)
         except OSError:
-            os.close(self._data)
+            self._data.close()
             raise
 
     def write(self, data: bytes) -> int:
         if self._broken:
             raise OSError(errno.EIO, "an earlier write to it failed")
         self._broken = True  # until it is through: a signal handler may raise in between
-        rest = memoryview(data)
-        while rest:
-            written = os.write(self._data, rest)
+        for written in _pieces_written(self._data, data):
             self.bytes += written
-            rest = rest[written:]
-        self._checked += os.write(self._checksums, _ENTRY.pack(len(data), zlib.crc32(data)))
+        for written in _pieces_written(self._checksums, _ENTRY.pack(len(data), zlib.crc32(data))):
+            self._checked += written
         self._broken = False
         return len(data)
 
@@ -131,8 +131,8 @@ class _Sink:
         self._broken = True
         with contextlib.suppress(OSError):
             # The checksums first: there is never one of what is not there.
-            os.ftruncate(self._checksums, lengths[1])
-            os.ftruncate(self._data, lengths[0])
+            os.ftruncate(self._checksums.number, lengths[1])
+            os.ftruncate(self._data.number, lengths[0])
             self.bytes, self._checked = lengths
 
     def flush(self) -> None:
@@ -141,8 +141,17 @@ class _Sink:
     def close(self) -> None:
         if not self.closed:
             self.closed = True
-            os.close(self._data)
-            os.close(self._checksums)
+            self._data.close()
+            self._checksums.close()
+
+
+def _pieces_written(file: Descriptor, data: bytes) -> Iterator[int]:
+    """Write all of the data; yield the number of bytes that each system call has taken."""
+    rest = memoryview(data)
+    while rest:
+        written = os.write(file.number, rest)
+        yield written
+        rest = rest[written:]
 
 
 def read_journal(path: Path) -> pa.Table:

@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
+from gradtrace.trace.descriptor import Descriptor
 from gradtrace.trace.sent import let_pass
 
 
@@ -28,29 +29,24 @@ class Hold:
         Raises:
             OSError: there is no such directory.
         """
-        self._fd: int | None = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        self._directory = os.fstat(self._fd)
+        self._directory = Descriptor(directory, os.O_RDONLY | os.O_DIRECTORY)
         self.locked = False
         with contextlib.suppress(OSError):
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._directory.number, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self.locked = True
         _holds.add(self)
 
     def is_at(self, path: Path) -> bool:
         """Whether ``path`` is still the directory that is held."""
         try:
-            return os.path.samestat(self._directory, os.stat(path))
+            return os.path.samestat(self._directory.file, os.stat(path))
         except OSError as error:
             let_pass(error)
             return False
 
     def release(self) -> None:
         """Let go. Releasing twice is harmless."""
-        fd, self._fd = self._fd, None
-        with contextlib.suppress(OSError):
-            # A script that closes every descriptor may have another file at this number by now.
-            if fd is not None and os.path.samestat(self._directory, os.fstat(fd)):
-                os.close(fd)
+        self._directory.close()
 
 
 _holds: weakref.WeakSet[Hold] = weakref.WeakSet()
@@ -94,7 +90,8 @@ def one_at_a_time(run_path: Path, *, wait: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
-        lock.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # where it has to stay it is in nobody's way
+            lock.unlink(missing_ok=True)
         os.close(fd)
 
 

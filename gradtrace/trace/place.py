@@ -140,7 +140,7 @@ def _refuse_foreign_or_live(run_path: Path) -> None:
         facts = _read_json(parts / INFO_FILE)
         if is_writing(parts, facts):
             raise RunExistsError(
-                f"{run_path} is being recorded by process {facts['process']['pid']}; pass -o to write elsewhere"
+                f"{run_path} is being recorded by process {facts['process'].get('pid')}; pass -o to write elsewhere"
             )
 
 

@@ -16,12 +16,15 @@ _LARGEST = 2**31
 def this_process() -> dict[str, Any]:
     """Return what tells this process from every other one; JSON values only."""
     pid = os.getpid()
-    return {"pid": pid, "host": socket.gethostname(), "started": _start_time(pid)}
+    return {"pid": pid, "host": socket.gethostname(), "space": _pid_space(), "started": _start_time(pid)}
 
 
 def is_alive(process: dict[str, Any]) -> bool | None:
-    """Whether the process that ``this_process`` described still runs; None when it is on another host."""
-    if process.get("host") != socket.gethostname():
+    """Whether the process that ``this_process`` described still runs; None when it is where its number means nothing.
+
+    That is another host, or another container of one.
+    """
+    if process.get("host") != socket.gethostname() or process.get("space") not in (None, _pid_space()):
         return None
     pid = process.get("pid")
     if not isinstance(pid, int) or not 0 < pid < _LARGEST:
@@ -30,8 +33,9 @@ def is_alive(process: dict[str, Any]) -> bool | None:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:
-        pass  # somebody else's, but there
+    except PermissionError:  # somebody else's, of which the system may tell nothing more
+        if _start_time(pid) is None:
+            return None
     return process.get("started") == _start_time(pid)
 
 
@@ -50,6 +54,14 @@ def is_writing(parts: Path, facts: Mapping[str, Any]) -> bool | None:
     if held is not None and alive:
         return held
     return held or (alive if facts.get("end") == "running" else False)
+
+
+def _pid_space() -> str | None:
+    """Return what numbers of processes count in, where the system says so: each container may have a 1."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return None
 
 
 def _start_time(pid: int) -> int | None:

@@ -7,6 +7,8 @@ import errno
 import os
 from pathlib import Path
 
+from gradtrace.trace.descriptor import Descriptor
+
 RESERVE_FILE = "reserve.tmp"
 _MORE = 8192
 _GAVE_OUT = (errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
@@ -18,7 +20,7 @@ class Reserve:
     def __init__(self, directory: Path) -> None:
         self._path = directory / RESERVE_FILE
         self._size = 0
-        self._fd: int | None = None
+        self._file: Descriptor | None = None
 
     def hold(self, size: int) -> None:
         """Hold back room for a file of ``size`` bytes.
@@ -26,23 +28,22 @@ class Reserve:
         Raises:
             OSError: there is no room.
         """
-        if self._fd is None:
-            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        if self._file is None:
+            self._file = Descriptor(self._path, os.O_WRONLY | os.O_CREAT)
         while self._size < size + _MORE:
-            self._size += os.pwrite(self._fd, bytes(size + _MORE - self._size), self._size)
+            self._size += os.pwrite(self._file.number, bytes(size + _MORE - self._size), self._size)
 
     def helps(self, error: OSError) -> bool:
         """Give the room back, once, if the lack of it is the reason for ``error``; return whether that was so."""
-        if self._fd is None or error.errno not in _GAVE_OUT:
+        if self._file is None or error.errno not in _GAVE_OUT:
             return False
         self.give_back()
         return True
 
     def give_back(self) -> None:
         """Hold back nothing any more."""
-        fd, self._fd = self._fd, None
+        file, self._file = self._file, None
         with contextlib.suppress(OSError):
             self._path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):
-            if fd is not None:
-                os.close(fd)
+        if file is not None:
+            file.close()

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradtrace.errors import NotARunError
-from gradtrace.trace.checking import json_object, misfit
+from gradtrace.trace.checking import json_object, misfit, misfit_of_any
 from gradtrace.trace.schema import SCHEMA_VERSION
 
 METADATA_KEY = b"gradtrace"
@@ -108,8 +108,8 @@ class RunInfo:
                     f"{source} has schema version {version}; this gradtrace reads up to {SCHEMA_VERSION}: "
                     "upgrade gradtrace to read it"
                 )
-            info = cls(**_known(cls, values))
-            info.modules = [ModuleInfo(**_known(ModuleInfo, row)) for row in values.get("modules", [])]
+            info = cls(**_known(values))
+            info.modules = _known_modules(values.get("modules", []))
             _check_numbers(info)
         except KeyError as error:
             raise NotARunError(f"{source} holds no readable gradtrace metadata: it has no {error.args[0]}") from None
@@ -119,20 +119,40 @@ class RunInfo:
         return info
 
 
-def _known(kind: type[RunInfo | ModuleInfo], values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values of the fields that there are.
+def _known(values: dict[str, Any]) -> dict[str, Any]:
+    """Return the values of the fields of a run that there are.
 
     Raises:
         KeyError: one is missing that has no default.
         ValueError: one is of another type.
     """
-    names, needed = _FIELDS[kind]
+    names, needed = _FIELDS[RunInfo]
     known = {name: values[name] for name in names if name in values}
-    if (name := misfit(kind, known)) is not None:
-        raise ValueError(f"{name} is {json.dumps(known[name])[:_SHOWN]}")
+    if (name := misfit(RunInfo, known)) is not None:
+        raise _misfit_error(name, known[name])
     for name in needed:
         known[name]
     return known
+
+
+def _known_modules(rows: list[dict[str, Any]]) -> list[ModuleInfo]:
+    """Return the modules, of which there may be a million.
+
+    Raises:
+        KeyError: a field is missing that has no default.
+        ValueError: one is of another type.
+    """
+    names, needed = _FIELDS[ModuleInfo]
+    if (found := misfit_of_any(ModuleInfo, rows)) is not None:
+        raise _misfit_error(*found)
+    for name in needed:
+        for row in rows:
+            row[name]
+    return [ModuleInfo(**{name: row[name] for name in names if name in row}) for row in rows]
+
+
+def _misfit_error(name: str, value: Any) -> ValueError:
+    return ValueError(f"{name} is {json.dumps(value)[:_SHOWN]}")
 
 
 def _check_numbers(info: RunInfo) -> None:

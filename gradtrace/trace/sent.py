@@ -6,6 +6,7 @@ script; so is what is raised in a thread from outside. Everything else that come
 
 from __future__ import annotations
 
+from itertools import chain
 from types import FrameType, TracebackType
 
 _LIBRARIES = frozenset({"builtins", "torch", "gradtrace", "pyarrow", "numpy"})
@@ -28,8 +29,13 @@ def sent(error: BaseException) -> BaseException | None:
 
 def let_pass(error: BaseException) -> None:
     """Raise the exception that was meant for the script, if there is one; asked for wherever errors are caught."""
-    if (meant_for_script := sent(error)) is not None:
-        raise meant_for_script from None
+    if (meant_for_script := sent(error)) is None:
+        return
+    context, is_hidden = meant_for_script.__context__, meant_for_script.__suppress_context__
+    try:
+        raise meant_for_script
+    finally:  # it is to be shown with what the script knows of it, not with what gradtrace made of it
+        meant_for_script.__context__, meant_for_script.__suppress_context__ = context, is_hidden
 
 
 def _is_raised_by_handler(traceback: TracebackType | None) -> bool:
@@ -46,7 +52,9 @@ def _is_handler(frame: FrameType) -> bool:
     if interrupted is None or _package(frame) == "gradtrace":
         return False
     values = [frame.f_locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 1]]
-    return any(value is interrupted or (type(value) is tuple and interrupted in value) for value in values)
+    several = [value for value in values if type(value) is tuple]
+    # By identity: what else is among the arguments may be compared in any way, as numpy's arrays are.
+    return any(value is interrupted for value in chain(values, *several))
 
 
 def _is_raised_from_outside(error: BaseException) -> bool:

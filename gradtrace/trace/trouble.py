@@ -14,6 +14,7 @@ _WORDS = {
     errno.EFBIG: "a file has reached the largest size that is allowed (ulimit -f)",
     errno.EMFILE: "the process has too many files open (ulimit -n)",
     errno.ENFILE: "too many files are open on this machine",
+    errno.EBADF: "its files have been closed by the script",
     errno.EIO: "the disk reports an input/output error",
     errno.ENOENT: "the directory is gone: removed, moved or replaced",
     errno.ENOTDIR: "the directory is gone: removed, moved or replaced",

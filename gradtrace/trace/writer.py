@@ -47,6 +47,8 @@ _WAITING_JOURNALS = 2
 _RESERVE = 1 / 4
 """With a limit so low that all these would take more than this share of it, none may wait."""
 
+_UNTHINNED = 1 / 4
+"""Nothing is thinned before this share of the limit has been written; a row takes less in a part than in a journal."""
 
 _FEW_ROWS = 32
 
@@ -113,7 +115,7 @@ class RunWriter:
         self._journal: Journal | None = None
         self._journals = 0
         self._writing = False
-        self._closed = False
+        self._closed = self._is_encoded = False
         self._background = Background("gradtrace-writer")
         self._reserve = Reserve(self._parts)
         with _unwritable(path):
@@ -160,7 +162,7 @@ class RunWriter:
 
     def _write_facts(self, info: RunInfo) -> None:
         self._know(info)
-        text = self._place.facts(self.counted(info))
+        text = self._place.facts(self._promised(info))
         try:
             self._put_facts(text)
         except OSError as error:
@@ -169,6 +171,12 @@ class RunWriter:
             self._put_facts_at_last(text, error)
         if info.end == "running":
             self._reserve.hold(len(text))
+
+    def _promised(self, info: RunInfo) -> RunInfo:
+        """Return the facts that hold until the next ones: meanwhile the encoder may thin, and rows be fewer."""
+        may_thin = not self._is_encoded and self.bytes_written > (self._max_bytes or math.inf) * _UNTHINNED
+        counted = self.counted(info)
+        return dataclasses.replace(counted, records=0) if may_thin else counted
 
     def _put_facts_at_last(self, text: str, error: OSError) -> None:
         """That the run ends is to be on the disk, if anything is: in the room held back, or in the old one's place."""
@@ -238,6 +246,7 @@ class RunWriter:
             merge(self._parts, self.path, self.counted(info))
             self.in_one_file = True
             self.bytes_written = self.path.stat().st_size
+            self._reserve.give_back()  # on NFS a directory with an open file in it is not removed
             with suppress(OSError):
                 remove_parts(self._parts)
         finally:
@@ -254,6 +263,7 @@ class RunWriter:
             if self._journal is not None:
                 self._journal.close()
             self._background.close()  # A part that failed has left its journal, which is merged as well.
+            self._is_encoded = True
         self._tell_what_was_thinned()
 
     def close_parts(self, info: RunInfo) -> None:

@@ -10,6 +10,7 @@ import gzip
 import json
 import os
 import pickle
+import resource
 import shutil
 import socket
 import subprocess
@@ -35,8 +36,10 @@ from gradtrace.trace.arrow import ARROW_SCHEMA, batch_of_records
 from gradtrace.trace.journal import Journal
 from gradtrace.trace.merging import encode, merge
 from gradtrace.trace.process import this_process
-from gradtrace.trace.runinfo import METADATA_KEY
+from gradtrace.trace.runinfo import METADATA_KEY, RunInfo
+from gradtrace.trace.schema import Record
 from gradtrace.trace.seal import BLOCK, find_damage, seal
+from gradtrace.trace.writer import RunWriter
 from tests.broken import (
     BAD_STEP,
     STEPS,
@@ -640,3 +643,25 @@ def test_all_questions_to_pieces_that_are_half_there_are_answered(tmp_path: Path
     (parts / "run.json").write_bytes(b"")
     (parts / "journal-000001.arrow").write_bytes(b"\xff" * 300)
     assert answers(parts, questions(str(good))) == {}
+
+
+def test_more_pieces_than_files_may_be_open_is_said_and_no_damage(tmp_path: Path) -> None:
+    path = tmp_path / "run.parquet"
+    writer = RunWriter(path, RunInfo("r"), rows_per_part=1, max_bytes=None)
+    for step in range(60):
+        writer.write(batch_of_records([Record(step, step, "forward", "output", "x")]))
+    writer._background.wait(0)
+    writer.close_parts(RunInfo("r", end="exit 1"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken = len(os.listdir("/proc/self/fd"))
+    for room in (30, 65):  # not for the pieces; for these, but not for them and what reads them
+        resource.setrlimit(resource.RLIMIT_NOFILE, (taken + room, hard))
+        try:
+            with pytest.raises(NotARunError, match="cannot be read: it has more files than may be open at a time; all"):
+                open_run(path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    # The command line takes what it may have.
+    words = ["-Sn", "50", sys.executable, "-m", "gradtrace", "sql", str(path), "select count(*) from records"]
+    done = subprocess.run(["sh", "-c", 'ulimit "$1" "$2"; shift 2; "$@"', "sh", *words], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.split()[-1], done.stderr) == (0, "60", "")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy
 import pytest
 import torch
 import torch.fx.traceback
@@ -17,11 +18,11 @@ import torch.nn.modules.module as module_hooks
 import torch.optim.optimizer as optimizer_hooks
 from torch import Tensor, nn
 
-from gradtrace.capture import hooks, optimizers, steps
+from gradtrace.capture import calls, hooks, optimizers, steps
 from gradtrace.capture.operations.stacks import without_own_frames
 from gradtrace.capture.tracer import Tracer
 from gradtrace.capture.watch.triggers import Triggers
-from gradtrace.trace.sent import sent
+from gradtrace.trace.sent import let_pass, sent
 from tests.capture.fights import FIGHTS, Net, Training, clear_hooks, saved_bytes
 from tests.capture.tracing import assert_holds, record
 
@@ -290,6 +291,31 @@ def test_what_a_handler_of_the_script_raises_reaches_the_script(
     assert recorded.where(step=last, tensor="input", module="")[0]["call"] == 0
 
 
+def test_no_call_is_left_open_wherever_a_handler_of_the_script_raises_around_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, waits, arrived = nn.Linear(2, 1), 0, 0
+
+    def grad_mode() -> bool:
+        nonlocal waits
+        waits -= 1
+        is_on = torch.is_grad_enabled()
+        if waits == 0:
+            signal.raise_signal(signal.SIGALRM)
+        return is_on
+
+    monkeypatch.setattr(calls, "_grad_mode", grad_mode)
+    with handler_that_raises(Late), Tracer(model, tmp_path / "run.parquet") as tracer:
+        for count in range(1, 5):
+            waits = count
+            try:
+                model(torch.ones(1, 2))
+            except Late:
+                arrived += 1
+            assert tracer._calls.innermost_open() is None
+    assert arrived >= 3
+
+
 def test_only_what_a_handler_or_another_thread_has_raised_is_meant_for_the_script() -> None:
     def caught(function: Callable[[], Any]) -> BaseException:
         with pytest.raises(Exception) as raised:
@@ -313,6 +339,45 @@ def test_only_what_a_handler_or_another_thread_has_raised_is_meant_for_the_scrip
     assert sent(caught(lambda: FIGHTS[3])) is None  # type: ignore[index]
     interrupt = KeyboardInterrupt()
     assert sent(interrupt) is interrupt
+
+
+def test_arguments_that_cannot_be_compared_are_not_taken_for_a_handlers_frame() -> None:
+    def of_the_scripts(*values: Any) -> None:
+        raise ValueError("of the script's own container")
+
+    with pytest.raises(ValueError) as raised:
+        of_the_scripts(numpy.ones(3))
+    assert sent(raised.value) is None
+
+
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_what_a_handler_raises_is_shown_with_what_the_script_knows_of_it(is_wrapped: bool) -> None:
+    def handler(number: int, frame: Any) -> None:
+        try:
+            FIGHTS["no such fight"]
+        except KeyError:
+            raise Late("time is up")  # noqa: B904 - the KeyError is to be shown, too
+
+    def of_gradtraces() -> None:
+        try:
+            signal.raise_signal(signal.SIGALRM)
+        except Late as error:
+            if is_wrapped:
+                raise OSError("cannot write") from error
+            raise
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with pytest.raises(Late) as raised:
+            try:
+                of_gradtraces()
+            except Exception as error:
+                let_pass(error)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    context = raised.value.__context__
+    assert isinstance(context, KeyError) and not raised.value.__suppress_context__
+    assert context.__context__ is None
 
 
 # Leftovers ---------------------------------------------------------------------------------------------------------

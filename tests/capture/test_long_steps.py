@@ -247,3 +247,14 @@ def test_a_limit_of_recursion_that_the_script_sets_stays(tmp_path: Path) -> None
         assert sys.getrecursionlimit() == 5000
     finally:
         sys.setrecursionlimit(limit)
+
+
+def test_a_limit_of_recursion_that_may_be_all_that_the_stack_bears_is_raised_by_little(tmp_path: Path) -> None:
+    limit = sys.getrecursionlimit()
+    sys.setrecursionlimit(10_000)
+    try:
+        with Tracer(None, tmp_path / "run.parquet"):
+            assert sys.getrecursionlimit() == 11_200
+        assert sys.getrecursionlimit() == 10_000
+    finally:
+        sys.setrecursionlimit(limit)

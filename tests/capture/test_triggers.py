@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import signal
 import statistics
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradtrace.capture.watch import triggers
 from gradtrace.capture.watch.triggers import RunningMedian, Triggers, WatchSchedule
 from gradtrace.errors import CaptureError
 
@@ -117,6 +119,22 @@ def test_a_median_of_fewer_than_ten_values_says_nothing() -> None:
     spikes = {9: {"loss": 1e6}, 30: {"loss": 1e6}}
     captured, _ = run(WatchSchedule(), range(40), spikes)
     assert captured[5:] == [31, 32, 33]  # after step 9 there are nine values to compare with
+
+
+@pytest.mark.parametrize("where", ["insort", "bisect_left"])
+def test_a_median_is_right_again_after_a_signals_handler_has_raised_within_it(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    median = RunningMedian(10)
+    for number in range(10):
+        median.add(float(number))
+    with monkeypatch.context() as patched:
+        patched.setattr(triggers, where, lambda *values: signal.raise_signal(signal.SIGINT))
+        with pytest.raises(KeyboardInterrupt):
+            median.add(1e6)
+    for number in range(20, 31):
+        median.add(float(number))
+    assert median.value == 25.5  # of 21 to 30
 
 
 def test_a_spike_is_compared_with_the_steps_before_it_and_not_with_itself() -> None:

@@ -57,6 +57,22 @@ def test_an_export_that_does_not_fit_leaves_the_older_one(
     assert {path.name: path.read_bytes() for path in directory.iterdir()} == before
 
 
+@pytest.mark.parametrize("command", ["sql", "summary"])
+def test_a_process_without_stdout_or_stderr(run: Path, command: str) -> None:
+    arguments = [str(run), *(["select 1"] if command == "sql" else [])]
+    words = [sys.executable, "-m", "gradtrace", command, *arguments]
+    wrong = [sys.executable, "-m", "gradtrace", command, "none.parquet", *arguments[1:]]
+
+    def ask(shell: str, words: list[str]) -> tuple[int, str, str]:
+        done = subprocess.run(["sh", "-c", f'"$@" {shell}', "sh", *words], capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert ask(">&-", words) == (0, "", "")
+    assert ask(">&-", wrong) == (3, "", "gradtrace: error: no such file: none.parquet\n")
+    assert ask("2>&-", wrong) == (3, "", "")
+    assert ask("<&- >&- 2>&-", words) == (0, "", "")
+
+
 def test_stdout_and_stderr_on_a_full_disk(run: Path) -> None:
     command = [sys.executable, "-m", "gradtrace"]
     query = "select * from records"

@@ -134,6 +134,21 @@ def test_what_it_prints_comes_out_once_and_whole():
     assert (done.stdout, done.stderr) == ("answer\n", "note\n")
 
 
+def test_a_limit_that_the_user_has_set_is_not_raised():
+    code = "apart.limit_growth(2**40); print(resource.getrlimit(resource.RLIMIT_DATA)[0]); return 0"
+    setup = "import resource; from gradtrace_cli import apart"
+    limit = "resource.setrlimit(resource.RLIMIT_DATA, (2**33, resource.getrlimit(resource.RLIMIT_DATA)[1]))"
+    done = apart(f"{setup}; {limit}; {code}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{2**33}\n", "")
+
+
+def test_a_system_without_signals_of_pipes_answers_all_the_same():
+    refuse = "__import__('fcntl').fcntl = lambda *_: (_ for _ in ()).throw(OSError(25, 'Inappropriate ioctl'))"
+    program = f"{refuse}\nimport sys\nfrom gradtrace_cli.apart import run_apart\nsys.exit(run_apart(lambda: 7))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (7, "")
+
+
 def test_a_mistake_of_our_own_is_shown():
     done = apart("raise ZeroDivisionError('ours')")
     assert done.returncode == 1

@@ -61,6 +61,18 @@ def test_what_a_job_raises_is_raised_where_one_waits_once() -> None:
     background.close()
 
 
+def test_a_job_that_is_interrupted_from_outside_is_answered_too() -> None:
+    def interrupted() -> None:
+        raise SystemExit
+
+    background = Background("interrupted")
+    background.submit(interrupted)
+    background.close()
+    assert background._results.qsize() == 1  # else the next line would wait for ever
+    with pytest.raises(RuntimeError, match="interrupted by SystemExit"):
+        background.wait(0)
+
+
 def test_what_is_abandoned_is_not_begun() -> None:
     gate, begun = threading.Event(), threading.Event()
     done: list[int] = []

@@ -102,6 +102,59 @@ def test_a_step_that_does_not_fit_leaves_those_before_it_and_no_trace_of_itself(
     assert steps_of(tmp_path / "run.parquet") == list(range(5))
 
 
+def test_checksums_that_are_written_in_two_goes_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_to = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: write_to(fd, data[:5] if len(data) == 8 else data))
+    writer = RunWriter(tmp_path / "run.parquet", RunInfo("r"))
+    write(writer, range(5))
+    checksums = tmp_path / "run.parquet.parts" / "journal-000000.crc"
+    assert checksums.stat().st_size == 5 * 8
+    with open_run(tmp_path / "run.parquet") as run:
+        assert run.damage == []
+    writer.finish(STOPPED)
+    assert steps_of(tmp_path / "run.parquet") == list(range(5))
+
+
+def test_a_script_that_closes_all_files_has_none_of_its_own_written_to_or_closed(tmp_path: Path) -> None:
+    writer = RunWriter(tmp_path / "run.parquet", RunInfo("r"))
+    write(writer, range(2))
+    parts = tmp_path / "run.parquet.parts"
+    numbers = {int(link.name): link.resolve() for link in Path("/proc/self/fd").iterdir() if link.exists()}
+    ours = sorted(number for number, place in numbers.items() if place.is_relative_to(parts))
+    assert len(ours) == 4  # the directory, the journal, its checksums, the room held back
+    for number in ours:
+        os.close(number)
+    own = {os.open(tmp_path / f"own{number}", os.O_WRONLY | os.O_CREAT): tmp_path / f"own{number}" for number in ours}
+    assert sorted(own) == ours
+    with pytest.raises(OSError, match="Bad file descriptor") as error:
+        write(writer, range(2, 3))
+    assert in_words(error.value) == "its files have been closed by the script"
+    writer.update(STOPPED)
+    writer.finish(STOPPED)
+    for number, path in own.items():
+        os.write(number, b"whole")
+        os.close(number)
+        assert path.read_text() == "whole"
+    assert steps_of(tmp_path / "run.parquet") == [0, 1]
+
+
+def test_pieces_are_removed_when_none_of_them_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # NFS keeps a file that is open under another name, and a directory with one in it cannot be removed.
+    def look(directory: Path) -> None:
+        links = [link.resolve() for link in Path("/proc/self/fd").iterdir() if link.exists()]
+        seen.extend(place for place in links if place.parent == directory.resolve())
+        remove(directory)
+
+    seen: list[Path] = []
+    remove = writer_module.remove_parts
+    monkeypatch.setattr(writer_module, "remove_parts", look)
+    writer = RunWriter(tmp_path / "run.parquet", RunInfo("r"), rows_per_part=6)
+    write(writer, range(5))
+    writer.finish(STOPPED)
+    assert seen == []
+    assert os.listdir(tmp_path) == ["run.parquet"]
+
+
 def test_a_first_step_that_does_not_fit_leaves_a_run_without_steps(tmp_path: Path) -> None:
     writer = RunWriter(tmp_path / "run.parquet", RunInfo("r"))
     with limited(1000), pytest.raises(OSError, match="large"):

@@ -15,9 +15,11 @@ import pytest
 
 from gradtrace.analysis.run import open_run
 from gradtrace.errors import RunExistsError, RunNotFoundError
+from gradtrace.trace import process as process_module
 from gradtrace.trace.arrow import batch_of_records
 from gradtrace.trace.lock import Hold, is_held
 from gradtrace.trace.place import claim
+from gradtrace.trace.process import is_alive, this_process
 from gradtrace.trace.runinfo import RunInfo
 from gradtrace.trace.schema import Record
 from gradtrace.trace.writer import RunWriter
@@ -318,11 +320,47 @@ def test_where_nothing_can_be_locked_process_and_end_tell(tmp_path: Path, monkey
     assert claim(path, RunInfo("second"), "move_aside").moved_to == tmp_path / "run.1.parquet"
 
 
+@pytest.mark.parametrize("locked", [True, False])
+def test_a_process_of_another_container_is_not_taken_for_dead(tmp_path: Path, locked: bool) -> None:
+    # Both are process 1 of a host of the same name, and see the same directory.
+    path = tmp_path / "run.parquet"
+    writer = RunWriter(path, RunInfo("first"))
+    write(writer, "first", 1)
+    facts = tmp_path / "run.parquet.parts" / "run.json"
+    values = json.loads(facts.read_text())
+    values["process"] |= {"pid": 1, "space": "pid:[1]", "started": 1, "locked": locked}
+    facts.write_text(json.dumps(values))
+    with open_run(path) as run:
+        if locked:
+            assert (run.end, run.missing) == (
+                "running",
+                ["the run is still being recorded; this is what there is up to step 0"],
+            )
+        else:
+            assert run.end == "killed"
+            assert run.missing[0].startswith("the run may still go on, on ")
+    if locked:
+        with pytest.raises(RunExistsError, match="is being recorded by process 1;"):
+            claim(path, RunInfo("second"), "move_aside")
+
+
+def test_a_process_that_the_system_tells_nothing_of_is_not_taken_for_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    # /proc mounted with hidepid, the process somebody else's.
+    def refuse(pid: int, number: int) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    process = this_process()
+    assert is_alive(process) is True
+    monkeypatch.setattr(os, "kill", refuse)
+    assert is_alive(process) is True
+    monkeypatch.setattr(process_module, "_start_time", lambda pid: None)
+    assert is_alive(process) is None
+
+
 def test_a_script_that_closes_all_descriptors_loses_no_file_of_its_own_to_the_lock(tmp_path: Path) -> None:
     (tmp_path / "held").mkdir()
     hold = Hold(tmp_path / "held")
-    descriptor = hold._fd
-    assert descriptor is not None
+    descriptor = hold._directory.number
     os.close(descriptor)
     with open(tmp_path / "own", "w") as own:
         assert own.fileno() == descriptor

@@ -13,6 +13,7 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,27 @@ def test_the_disk_never_holds_more_than_the_limit_and_every_step_is_there(tmp_pa
     assert "one in 2 is kept in full" in sentence
     assert thread is threading.current_thread()
     assert [f"steps {info.thinned['first_step']} to {last} were thinned" in note for note in info.notes] == [True]
+
+
+def test_rows_that_were_thinned_are_never_taken_for_lost_ones(tmp_path):
+    # A run that is read, or killed, when steps have just been thinned and that has not been noted yet.
+    path = tmp_path / "run.parquet"
+    writer = RunWriter(path, INFO, rows_per_part=4 * ROWS, max_bytes=400_000)
+    writer.update(replace(INFO, end="running"))
+    thinned = 0
+    for step in range(100):
+        before = writer.rows
+        write(writer, range(step, step + 1))
+        writer._background.wait(0)
+        thinned += writer.rows < before
+        with open_run(path) as run:
+            assert run.damage == [], step
+            assert run.info.records == writer.rows
+    assert thinned > 3
+    writer.finish(INFO)
+    with open_run(path) as run:
+        assert run.damage == []
+        assert run.info.records == writer.rows == run.execute("SELECT count(*) FROM records").fetchall()[0][0]
 
 
 def test_without_a_limit_nothing_is_thinned(tmp_path):

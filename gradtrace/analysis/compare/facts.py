@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from typing import Any
@@ -11,6 +12,7 @@ from gradtrace.analysis.labels import names_above
 from gradtrace.trace.runinfo import ModuleInfo, RunInfo
 
 Modules = dict[str, ModuleInfo]
+_Shape = tuple[tuple[str, str, frozenset[tuple[str, str]]], ...]
 
 
 def changes(a: Sequence[RunInfo], b: Sequence[RunInfo]) -> tuple[Change, ...]:
@@ -46,15 +48,17 @@ def module_changes(a: Modules, b: Modules) -> Iterator[Change]:
     for name in both:
         if a[name].parameters != b[name].parameters:
             yield from _shapes(name, a[name].parameters, b[name].parameters)
-    added = {name: _below(b, name) for name in _topmost(b, a)}
-    for old in _topmost(a, b):
-        there = _below(a, old)
-        new = next((name for name, what in added.items() if what == there), None)
-        if new is None:
+    added = _from_top_to_bottom(b, _topmost(b, a))
+    alike: dict[_Shape, deque[str]] = {}
+    for name, shape in added.items():
+        alike.setdefault(shape, deque()).append(name)
+    for old, shape in _from_top_to_bottom(a, _topmost(a, b)).items():
+        if not alike.get(shape):
             yield Change("module_removed", old, a=a[old].type)
-        else:
-            del added[new]
-            yield Change("module_renamed", old, a=old, b=new)
+            continue
+        new = alike[shape].popleft()
+        del added[new]
+        yield Change("module_renamed", old, a=old, b=new)
     yield from (Change("module_added", name, b=b[name].type) for name in added)
 
 
@@ -96,10 +100,11 @@ def _topmost(modules: Modules, others: Modules) -> list[str]:
     return [name for name in alone if not any(above and above in there for above in names_above(name))]
 
 
-def _below(modules: Modules, top: str) -> list[tuple[str, str, dict[str, str]]]:
-    """Return the module and those below it: name from there on, type and parameter shapes."""
-    return [
-        (name[len(top) :], module.type, module.parameters)
-        for name, module in modules.items()
-        if name == top or name.startswith(f"{top}.")
-    ]
+def _from_top_to_bottom(modules: Modules, tops: Iterable[str]) -> dict[str, _Shape]:
+    """Return for each of ``tops`` itself and what lies below it: names from there on, types and parameter shapes."""
+    found: dict[str, list[tuple[str, str, frozenset[tuple[str, str]]]]] = {top: [] for top in tops}
+    for name, module in modules.items():
+        top = next((one for one in (name, *filter(None, names_above(name))) if one in found), None)
+        if top is not None:
+            found[top].append((name[len(top) :], module.type, frozenset(module.parameters.items())))
+    return {top: tuple(shape) for top, shape in found.items()}

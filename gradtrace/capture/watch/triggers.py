@@ -195,6 +195,7 @@ class RunningMedian:
         self._last: deque[float | None] = deque()
         self._window = window
         self._sorted: list[float] = []
+        self._is_in_order = True
 
     @property
     def value(self) -> float | None:
@@ -207,6 +208,9 @@ class RunningMedian:
 
     def add(self, value: float | None) -> None:
         """Take in the next value; one that is absent or not finite takes a place and counts for nothing."""
+        if not self._is_in_order:  # a signal's handler has raised in the middle of it
+            self._sorted = sorted(number for number in self._last if number is not None)
+        self._is_in_order = False
         if len(self._last) == self._window:
             oldest = self._last.popleft()
             if oldest is not None:
@@ -215,3 +219,4 @@ class RunningMedian:
         self._last.append(kept)
         if kept is not None:
             insort(self._sorted, kept)
+        self._is_in_order = True
