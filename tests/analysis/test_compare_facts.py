@@ -102,3 +102,10 @@ def test_each_new_module_is_the_renamed_one_of_one_that_is_gone():
 def test_the_modules_of_all_ranks_count():
     one, other = RunInfo("a", modules=MODULES[:1]), RunInfo("a", rank=1, modules=MODULES)
     assert changes([one, other], [RunInfo("b", modules=MODULES)]) == ()
+
+
+def test_five_thousand_renamed_modules_are_found_at_once():
+    before, after = ([ModuleInfo(f"{name}{n}", "Linear", parameters=LINEAR) for n in range(5_000)] for name in "ab")
+    found = tables(before, [*after, ModuleInfo("more", "ReLU")])
+    renamed = [Change("module_renamed", f"a{n}", a=f"a{n}", b=f"b{n}") for n in range(5_000)]
+    assert found == [*renamed, Change("module_added", "more", b="ReLU")]
