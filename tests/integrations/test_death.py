@@ -7,12 +7,13 @@ held against. Every command then reads what is left, and says how the run ended 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -78,7 +79,8 @@ DEATHS = {
     "daemon trains for ever": Death(-signal.SIGABRT, "completed"),
 }
 UNTIDY = "daemon trains for ever"
-TAKES_ALONG = ("terminate in forward", "terminate twice", "worker is killed", UNTIDY)
+KILLED_WORKER = "worker is killed"
+TAKES_ALONG = ("terminate in forward", "terminate twice", KILLED_WORKER, UNTIDY)
 """Where what there is of the step in flight may be kept: nobody has told it."""
 REPAIRED = ("kill in the merge", "terminate in the merge", "kill after the merge")
 KEPT = "gradtrace: signal {name}; what was recorded is kept: gradtrace first-nan run.parquet"
@@ -133,6 +135,8 @@ def test_every_step_before_the_death_can_be_read_and_every_command_says_what_is_
     dead: dict[str, Left], way: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     expected, found = DEATHS[way], dead[way]
+    if way == KILLED_WORKER:
+        expected = replace(expected, end=f"exception {raised(found)}")
     shutil.copytree(found.folder, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     steps = found.steps
@@ -165,6 +169,13 @@ def test_every_step_before_the_death_can_be_read_and_every_command_says_what_is_
         if command == "summary":
             assert f"{steps_there} steps, 4 modules, " in said.out
             assert expected.end in said.out
+
+
+def raised(found: Left) -> str:
+    """Return which of the errors in which a loader may say that its worker is gone has ended the script."""
+    name = re.findall(r"^(\w+Error)\b", (found.folder / "said").read_text(), re.MULTILINE)[-1]
+    assert name in ("RuntimeError", "ConnectionResetError")
+    return str(name)
 
 
 def said(found: Left) -> list[str]:
