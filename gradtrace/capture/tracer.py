@@ -157,8 +157,7 @@ class Tracer:
         schedule = options.schedule()
         names, clock = Names(options.include, options.exclude), Clock(options.first_step)
         compilation: Compilation = KeptCompiled() if options.keep_compiled else EagerWhileRecording()
-        self._compilation = compilation
-        rows = RowBuffer(self.info.rank)
+        self._compilation, rows = compilation, RowBuffer(self.info.rank)
         session = self._session = Session(names, schedule, clock, rows, statistics, compilation.shield)
         session.on_failure = self._give_up
         self._graph = GraphGradients(session)
@@ -187,20 +186,7 @@ class Tracer:
         self._backward = BackwardWatch(
             session, self._backward_begins, self._backward_ended, self._op_steps, self._watch.returned
         )
-        watchman = Watchman(
-            session,
-            keeper,
-            Replayer(session, self._calls, self._backward, kept_compiled=options.keep_compiled),
-            self._loss,
-            self._capsule,
-            self.info.notes,
-            replays=options.replays,
-            on_nonfinite=options.on_nonfinite,
-            agreement=Agreement(keeper, session.is_finite),
-            verdict_command=lambda: f"gradtrace first-nan {shell_word(str(self.path))}",
-            watch=self._watch,
-        )
-        passes = Passes(session.rows, keeper, watchman, self._loss, self._capsule)
+        passes = Passes(session.rows, keeper, self._watchman(options), self._loss, self._capsule)
         steps = self._steps = Steps(
             session, self._parameters, self._graph.never_fired, forget, passes, self._watch, self._step_begins
         )
@@ -216,6 +202,21 @@ class Tracer:
             self._installed.append(self._capsule.batches)
         self._log: StepLog | None = None
         sessions_in_progress.add(session)
+
+    def _watchman(self, options: Options) -> Watchman:
+        return Watchman(
+            self._session,
+            self._keeper,
+            Replayer(self._session, self._calls, self._backward, kept_compiled=options.keep_compiled),
+            self._loss,
+            self._capsule,
+            self.info.notes,
+            replays=options.replays,
+            on_nonfinite=options.on_nonfinite,
+            agreement=Agreement(self._keeper, self._session.is_finite),
+            verdict_command=lambda: f"gradtrace first-nan {shell_word(str(self.path))}",
+            watch=self._watch,
+        )
 
     def _step_watch(self, options: Options, schedule: Schedule | WatchSchedule) -> StepWatch:
         baseline = None
