@@ -59,12 +59,8 @@ def lies_within(module: str | None, outer: str) -> bool:
     return module is not None and (outer == "" or module == outer or module.startswith(outer + "."))
 
 
-def same_values(one: Record, other: Record) -> bool:
-    """Whether two records look like the same tensor: equal shape, counts and finite statistics."""
-    return _signature(one) == _signature(other)
-
-
 def _signature(row: Record) -> tuple[object, ...]:
+    """Return what two records of the same tensor have in common: shape, counts and finite statistics."""
     counts = (row.nan_count, row.posinf_count, row.neginf_count)
     return (row.dtype, row.shape, row.numel, *counts, row.min, row.max, row.norm)
 
