@@ -36,5 +36,7 @@ def _nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture
 def no_optimizer_from_before() -> None:
-    """Optimizers of other tests that only wait for the collector would be taken for those that end the steps."""
+    """Optimizers of other tests would be taken for those that end the steps: one that is kept says so here."""
     gc.collect()
+    kept = [kept for kept in gc.get_objects() if issubclass(type(kept), torch.optim.Optimizer)]
+    assert not kept, "an earlier test keeps its optimizer"

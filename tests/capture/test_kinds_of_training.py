@@ -111,13 +111,14 @@ def optimizer_in_backward() -> Outcome:
         optimizers[parameter].step()  # type: ignore[index]
         optimizers[parameter].zero_grad()  # type: ignore[index]
 
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step)
+    handles = [parameter.register_post_accumulate_grad_hook(step) for parameter in model.parameters()]
     losses = []
     for batch in batches(5, 3):
         loss = model(batch).square().mean()
         loss.backward()
         losses.append(loss.detach())
+    for handle in handles:  # the collector cannot free a parameter whose hook holds it, and with it the optimizer
+        handle.remove()
     return [*losses, *state(model)]
 
 
