@@ -7,8 +7,10 @@ import os
 import random
 import resource
 import stat
+import sys
 from collections import UserDict, namedtuple
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -336,3 +338,12 @@ def test_a_truncated_capsule_is_no_traceback(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2000])
     with pytest.raises(CapsuleError, match=r"is no capsule of gradtrace"):
         load(path)
+
+
+def test_numpys_generator_is_left_out_where_its_import_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.random.seed(0)  # it is imported when it is first used
+    assert Rng.now().numpy is not None
+    monkeypatch.setitem(sys.modules, "numpy.random.mtrand", ModuleType("numpy.random.mtrand"))
+    assert Rng.now().numpy is None
+    monkeypatch.delitem(sys.modules, "numpy.random.mtrand")
+    assert Rng.now().numpy is None

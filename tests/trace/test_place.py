@@ -357,6 +357,11 @@ def test_a_process_that_the_system_tells_nothing_of_is_not_taken_for_dead(monkey
     assert is_alive(process) is None
 
 
+@pytest.mark.parametrize("pid", [2**70, 2**31, 0, -1, "1", None])
+def test_a_number_that_no_process_can_have_is_of_none(pid: object) -> None:
+    assert is_alive(this_process() | {"pid": pid}) is False
+
+
 def test_a_script_that_closes_all_descriptors_loses_no_file_of_its_own_to_the_lock(tmp_path: Path) -> None:
     (tmp_path / "held").mkdir()
     hold = Hold(tmp_path / "held")
