@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,34 @@ def test_checkpoints_of_a_recorded_run_load_where_there_is_no_gradtrace(tmp_path
         [sys.executable, "-c", LOAD], cwd=tmp_path / "recorded", capture_output=True, text=True, timeout=240
     )
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("script", "flags", "incidents"),
+    [
+        ("odd_interpreter.py", ["-X", "dev", "-W", "error"], 0),
+        ("spawns.py", [], 0),
+        ("without_stderr.py", [], 2),
+    ],
+)
+def test_what_a_script_does_to_its_interpreter_and_processes_is_the_same(
+    script: str, flags: list[str], incidents: int, tmp_path: Path
+) -> None:
+    def run(name: str, *command: str) -> subprocess.CompletedProcess[str]:
+        (tmp_path / name).mkdir()
+        return subprocess.run(
+            [sys.executable, *flags, *command, str(SCRIPTS / script)],
+            cwd=tmp_path / name,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+
+    plain, recorded = run("plain"), run("recorded", "-m", "gradtrace", "record")
+    assert plain.returncode == 0, plain.stderr
+    assert (recorded.returncode, recorded.stdout) == (0, plain.stdout), recorded.stderr
+    assert without_own_lines(recorded.stderr) == without_own_lines(plain.stderr)
+    verdict = verdict_on(tmp_path / "recorded")
+    assert verdict["run"]["end"] == "completed"
+    assert len(verdict["incidents"]) == incidents
