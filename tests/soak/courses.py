@@ -65,6 +65,16 @@ class Course:
         more = self.at_the_end - self.half_way
         return {kind: count for kind, count in more.items() if count > BOUNDED.get(kind, 0)}
 
+    def of_bounded_cost(self) -> dict[str, int | float]:
+        """See that nothing has grown, and give what there is to tell of it."""
+        assert self.grown == {}
+        assert self.growth <= GROWTH
+        return {
+            "most_rows_in_memory": self.most_rows,
+            "kinds_of_objects_grown": 0,
+            "last_passes_to_earlier": self.growth,
+        }
+
 
 def run(tracer: Tracer, times: int, repeat: Callable[[int], None]) -> Course:
     """Repeat something, with the garbage collector off, and look at it meanwhile."""
