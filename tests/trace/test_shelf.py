@@ -153,6 +153,8 @@ def test_rows_that_were_thinned_are_never_taken_for_lost_ones(tmp_path):
         before = writer.rows
         write(writer, range(step, step + 1))
         writer._background.wait(0)
+        if writer.rows > before and step % 10:
+            continue
         thinned += writer.rows < before
         with open_run(path) as run:
             assert run.damage == [], step
