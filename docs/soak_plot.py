@@ -34,7 +34,8 @@ def page() -> str:
 
 
 def _has(result: dict[str, dict[str, object]]) -> bool:
-    return "series" in result["numbers"]
+    series = result["numbers"].get("series")
+    return isinstance(series, dict) and all(key in series for key in ("step", *dict(_COLUMNS)))
 
 
 def _panel(left: int, top: int, title: str, steps: Sequence[float], values: Sequence[float]) -> Iterator[str]:
