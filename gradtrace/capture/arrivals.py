@@ -8,6 +8,7 @@ with the module that they belong to.
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -67,6 +68,7 @@ class Arrivals:
         self._arrived: dict[int, list[Measure]] = {}
         self._roots: weakref.WeakKeyDictionary[Root, weakref.ref[Any]] = weakref.WeakKeyDictionary()
         self._complete = False
+        self._lock = threading.RLock()
         self.any_nonfinite = False
         """Whether a gradient of the step was not finite, or may turn out not to have been."""
 
@@ -99,9 +101,12 @@ class Arrivals:
 
     def watch(self) -> None:
         """Hook what there is now; asked for before every backward, it is done once for all calls before."""
-        if self._complete:
-            return
-        self._complete = True
+        with self._lock:  # a backward of another thread waits for its hooks, and none is made twice
+            if not self._complete:
+                self._complete = True  # first: a call that begins meanwhile says otherwise
+                self._hook_all()
+
+    def _hook_all(self) -> None:
         known = set()
         with quiet():
             for entry, parameter in self._session.names.tensors():

@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from enum import Enum, auto
+from itertools import chain, starmap
 
 from torch.optim import Optimizer
 
@@ -197,6 +198,15 @@ class Clock:
         self._generation += 1  # what other threads remember of their last backward is over too
 
 
+def _types_of_all_objects() -> list[type]:
+    """Return the type of each object that the garbage collector knows.
+
+    One call of C code, in which no other thread runs: a tuple that one is building from a generator could not be
+    finished while the list of all objects refers to it (SystemError, in the script's own code maybe).
+    """
+    return list(map(type, chain.from_iterable(starmap(gc.get_objects, [()]))))
+
+
 class _OptimizerSearch:
     """Is this gradient accumulation, or is there nothing that will ever step?
 
@@ -218,7 +228,7 @@ class _OptimizerSearch:
         if not self._found and self._questions >= self._next:
             self._next = 2 * self._questions
             # Not isinstance: it would run the properties of lazy objects.
-            self._found = any(issubclass(type(o), Optimizer) for o in gc.get_objects())
+            self._found = any(issubclass(kind, Optimizer) for kind in _types_of_all_objects())
         return self._found
 
     def look_again(self) -> None:

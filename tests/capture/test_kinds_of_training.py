@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from gradtrace.capture import session as session_module
+from gradtrace.capture.arrivals import Arrivals
 from gradtrace.capture.session import IN_CUDA_GRAPH, IN_TRANSFORM
 from tests.capture.tracing import Recorded, assert_holds, record
 
@@ -667,6 +669,34 @@ def test_trainings_in_threads_keep_their_names_apart(tmp_path: Path) -> None:
         assert len(recorded.where(module=root, tensor="output")) == 3
         # The first goes without a prefix where its first step was over before the other one began.
         assert len(recorded.where(module=f"{root}.0".lstrip("."), tensor="grad", phase="backward")) == 6
+
+
+def test_a_backward_waits_for_the_hooks_that_another_thread_is_making(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(*given: Any) -> None:
+        time.sleep(0.02)
+        hook(*given)
+
+    def train(model: nn.Module, delay_s: float) -> None:
+        loss = model(torch.randn(5, 3)).square().mean()
+        both.wait()
+        time.sleep(delay_s)
+        loss.backward()
+
+    def train_both() -> None:
+        workers = [threading.Thread(target=train, args=(mlp(3, 4, 1), delay_s)) for delay_s in (0.0, 0.03)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+
+    hook, both = Arrivals._hook, threading.Barrier(2)
+    monkeypatch.setattr(Arrivals, "_hook", slowly)
+    recorded = record(None, tmp_path, train_both)
+    gradients = recorded.where(tensor="grad", phase="backward")
+    assert [row["path"] for row in gradients].count("weight") == 4
+    assert len({(row["module"], row["path"]) for row in gradients}) == len(gradients) == 8
 
 
 def test_nothing_is_looked_at_while_a_cuda_graph_is_captured_as_a_stand_in_says(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import torch
 from capture.tracing import Recorded, read, record
 from torch import Tensor, nn
 
+from gradtrace.capture.clock import _OptimizerSearch
 from gradtrace.capture.schedule import Schedule
 from gradtrace.capture.tracer import Tracer
 from gradtrace.errors import CaptureError
@@ -517,3 +520,28 @@ def test_a_schedule_that_captures_nothing_is_refused() -> None:
         Schedule(first=5, end=5)
     with pytest.raises(CaptureError, match="no step lies in 0:0"):
         Schedule(end=0)
+
+
+def test_a_search_for_optimizers_holds_no_object_that_another_thread_is_building() -> None:
+    # CPython refuses to finish a tuple that is built from a generator while somebody else refers to it.
+    search, stop, raised = _OptimizerSearch(), threading.Event(), []
+
+    def build() -> None:
+        while not stop.is_set():
+            try:
+                tuple(number for number in range(200))
+            except SystemError as error:
+                raised.append(error)
+
+    interval, builder = sys.getswitchinterval(), threading.Thread(target=build)
+    sys.setswitchinterval(1e-5)
+    builder.start()
+    try:
+        for _ in range(20):
+            search.look_again()
+            assert not search.exist()
+    finally:
+        stop.set()
+        builder.join()
+        sys.setswitchinterval(interval)
+    assert raised == []
